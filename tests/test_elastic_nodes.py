@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import signal
 import socket
 import sys
@@ -16,19 +17,25 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 
 from lightning_resilience.checkpoint.generations import rank_locations
 from lightning_resilience.fit import last_boundary
 from lightning_resilience.fit.last_boundary import ranks_to_save
 from lightning_resilience.launch import follower, node_line
+from lightning_resilience.launch.channel import Channel
 from lightning_resilience.launch.elastic import Supervisor
 from lightning_resilience.launch.follower import FirstNodeLost, Follower
+from lightning_resilience.launch.membership import Membership, Replacement
 from lightning_resilience.launch.node_line import Line
 from lightning_resilience.launch.other_nodes import OtherNodes, numbered
 from lightning_resilience.run import deadlines
+from lightning_resilience.run.ledger import node_name
 from lightning_resilience.run.run_directory import RunDirectory
-from tests.harness import command, differences, free_port, reference, result, samples
+from tests import test_absent_ranks
+from tests.harness import command, differences, free_port, reference, result, samples, state_at_the_end
 from tests.ledgers import Ledger, read_ledger
+from tests.test_absent_ranks import with_ranks
 from tests.test_exact_resume import make, undisturbed
 from tests.test_launch import wait_until
 from tests.test_launchers import finish, start
@@ -146,10 +153,10 @@ def test_a_silent_node_is_lost(monkeypatch: pytest.MonkeyPatch, first: OtherNode
     first.gather(30, lambda: False)
     process = first.nodes[0].start(0, {})
     first.close_silent()
-    assert first.lost == []
+    assert not first.nodes[0].is_lost
     monkeypatch.setattr(deadlines, "NODE_SILENT_AFTER_S", -1.0)
     first.close_silent()
-    wait_until(lambda: len(first.lost) == 1)
+    wait_until(lambda: first.nodes[0].is_lost)
     assert process.poll() == -signal.SIGKILL
     line.close()
 
@@ -158,7 +165,7 @@ def test_a_silent_node_is_lost(monkeypatch: pytest.MonkeyPatch, first: OtherNode
 
 
 def supervise(
-    tmp_path: Path, script: str, followers: int = 1, max_restarts: int = 3
+    tmp_path: Path, script: str, max_restarts: int = 3, **options: Any
 ) -> tuple[int, list[int], list[list[int]]]:
     """Runs 2 and 2 ranks that do what ``script`` says; the exit codes, and rank and life of every process."""
     program, log = tmp_path / "rank.py", tmp_path / "log"
@@ -170,13 +177,12 @@ def supervise(
     codes: list[int] = []
 
     def follow() -> None:
-        for _ in range(followers):
-            codes.append(Follower(ranks, 2, "abc").run(("127.0.0.1", port), secret, None))
+        codes.append(Follower(ranks, 2, "abc").run(("127.0.0.1", port), secret, None))
 
     thread = threading.Thread(target=follow)
     thread.start()
     ledger = Ledger(tmp_path / "run", rank=None)
-    code = Supervisor(ranks, 4, max_restarts, "abc", 5.0, ledger, others=others).run()
+    code = Supervisor(ranks, 4, max_restarts, "abc", 5.0, ledger, others=others, **options).run()
     thread.join()
     return code, codes, [[int(word) for word in line.split()] for line in log.read_text().splitlines()]
 
@@ -237,20 +243,69 @@ def test_the_budget_ends_the_ranks_of_all_nodes(tmp_path: Path) -> None:
     assert lives(started) == ALL
 
 
-def test_all_are_started_again_when_a_lost_node_is_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    lost = tmp_path / "lost"
+@pytest.fixture
+def is_unplugged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The line to the other node is cut, once, when one of its ranks says something and this file is there."""
+    unplugged = tmp_path / "unplugged"
     acts = Follower._act
 
     def act(self: Follower, line: Line, message: Any) -> None:
-        if message.kind == "said" and not lost.exists():
-            lost.touch()
+        if message.kind == "said" and unplugged.exists():
+            unplugged.unlink()
             line.close()
         acts(self, line, message)
 
     monkeypatch.setattr(Follower, "_act", act)
-    code, codes, started = supervise(tmp_path, "ready()\nif not life: hear()", followers=2)
-    assert (code, codes) == (0, [1, 0])  # whose launcher starts it again
+    return unplugged
+
+
+def test_all_are_started_again_when_a_lost_node_is_back(tmp_path: Path, is_unplugged: Path) -> None:
+    is_unplugged.touch()
+    code, codes, started = supervise(tmp_path, "ready()\nif not life: hear()")
+    assert (code, codes) == (0, [0])
     assert lives(started) == ALL | {(rank, 1) for rank in range(4)}
+
+
+def test_the_ranks_of_the_first_node_go_on_without_the_other_until_it_is_back(
+    tmp_path: Path, is_unplugged: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    script = f"""
+        def hear():
+            message = json.loads(line.read(struct.unpack("!I", line.read(4))[0]))
+            if message["kind"] == "restart": sys.exit(1)
+            print(rank, message["lost"], message["members"], file=open(f"{{log}}.told", "a"))
+            return message["generation"]
+        def ready():
+            tell(kind="state", state="ready", generation=generation, reason="", fewer="", tasks="")
+            tell(kind="saved")
+            print(file=open(f"{{log}}.{{rank}}.{{generation}}", "w"))
+        if "LIGHTNING_RESILIENCE_JOINS" in os.environ:
+            assert socket.socket().connect_ex(("127.0.0.1", int(os.environ["MASTER_PORT"])))  # nobody is there
+            say("waiting")
+            generation = hear()
+        ready()
+        if not life: others()
+        if life == 0 and rank == 2:
+            open({str(is_unplugged)!r}, "w").close()
+            ready()
+        if life == 0 and rank > 1: hear()
+        while generation < 2:
+            generation = hear()
+            say("left")
+            ready()
+        say("done")
+    """
+    code, codes, started = supervise(tmp_path, script, when_lost="go_on")
+    assert (code, codes) == (0, [0])
+    assert lives(started) == ALL | {(2, 1), (3, 1)}
+    told = (tmp_path / "log.told").read_text().splitlines()
+    lost = {str(rank): f"was lost with {node_name()}" for rank in (2, 3)}
+    assert sorted(told)[:4] == sorted(
+        f"{rank} {of} {members}" for rank in (0, 1) for of, members in ((lost, [0, 1]), ({}, [0, 1, 2, 3]))
+    )
+    said = capfd.readouterr().err
+    assert f"Ranks 2 and 3 were lost with {node_name()}: going on with 2 of 4 ranks (restart 1)." in said
+    assert "There is a node again for ranks 2 and 3" in said
 
 
 def test_the_ranks_of_a_node_end_when_the_first_node_is_lost(tmp_path: Path) -> None:
@@ -261,7 +316,7 @@ def test_the_ranks_of_a_node_end_when_the_first_node_is_lost(tmp_path: Path) -> 
     first = OtherNodes("127.0.0.1", 0, 2, 2, node_line.make_secret(secret), lambda process, message: None)
     codes: list[int] = []
     node = Follower([sys.executable, "-IS", str(program), str(log)], 2, "abc")
-    thread = threading.Thread(target=lambda: codes.append(node.run(("127.0.0.1", first.port), secret, 1)))
+    thread = threading.Thread(target=lambda: codes.append(node.run(("127.0.0.1", first.port), secret, 1, lambda: True)))
     thread.start()
     first.gather(30, lambda: False)
     for rank in range(2):
@@ -274,17 +329,60 @@ def test_the_ranks_of_a_node_end_when_the_first_node_is_lost(tmp_path: Path) -> 
     first.finish(1)
 
 
+@pytest.mark.parametrize(
+    ("members", "slot", "rank", "local", "node"),
+    [
+        ([0, 1], 1, (1, 2), (1, 2), (0, 1)),  # the other node is lost
+        ([0, 2, 3], 3, (2, 3), (1, 2), (1, 2)),
+        ([2, 3], 2, (0, 2), (0, 2), (0, 1)),  # all ranks of the first node
+        ([1, 3], 3, (1, 2), (0, 1), (1, 2)),
+    ],
+)
+def test_a_rank_knows_its_numbers_among_those_that_are_left(
+    monkeypatch: pytest.MonkeyPatch,
+    members: list[int],
+    slot: int,
+    rank: tuple[int, int],
+    local: tuple[int, int],
+    node: tuple[int, int],
+) -> None:
+    for name in ("ROLE_RANK", "ROLE_WORLD_SIZE", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT", "LOCAL_RANK"):
+        monkeypatch.setenv(name, "of before")
+    for name, value in {"RANK": slot, "GROUP_RANK": slot // 2, "WORLD_SIZE": 4, "LOCAL_WORLD_SIZE": 2}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setenv("GROUP_WORLD_SIZE", "2")
+    ours, theirs = socket.socketpair()
+    line = Membership(Channel(ours), 0)
+    line.begin(Replacement(1, 4711, {}, tuple(members)))
+    for (number, count), prefixes in ((rank, ["", "ROLE_"]), (local, ["LOCAL_"]), (node, ["GROUP_"])):
+        for prefix in prefixes:
+            assert (os.environ[f"{prefix}RANK"], os.environ[f"{prefix}WORLD_SIZE"]) == (str(number), str(count))
+    line.begin(Replacement(2, 4712, {}, (0, 1, 2, 3)))
+    assert [os.environ[name] for name in ("RANK", "LOCAL_RANK", "GROUP_RANK")] == [
+        *map(str, (slot, slot % 2, slot // 2))
+    ]
+    theirs.close()
+
+
 # -- real ranks, of nodes that share a host ----------------------------------------------------------------------------
 
 OPTIONS: dict[str, Any] = {"digests": True, "validation": True, "data": "shuffle", "workers": 0, "save_every": 5}
 
 
-def start_nodes(config: dict[str, Any], ranks: int, output: Path, *more: str) -> list[Any]:
-    """The launches of two nodes with so many ranks each."""
-    launch = [sys.executable, "-m", "lightning_resilience.launch.cli", "launch", "--elastic", "--nnodes=2", *more]
+def start_nodes(config: dict[str, Any], ranks: int, output: Path, *more: str, count: int = 2) -> list[Any]:
+    """The launches of so many nodes with so many ranks each."""
+    launch = [
+        sys.executable,
+        "-m",
+        "lightning_resilience.launch.cli",
+        "launch",
+        "--elastic",
+        f"--nnodes={count}",
+        *more,
+    ]
     launch += [f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--nproc-per-node", str(ranks)]
     launch += ["--run-dir", config["run_dir"]]
-    return [start([*launch, f"--node-rank={node}", *command(config)[1:]], output) for node in range(2)]
+    return [start([*launch, f"--node-rank={node}", *command(config)[1:]], output) for node in range(count)]
 
 
 def launched(
@@ -407,3 +505,32 @@ def test_a_stop_of_the_other_node_saves_and_ends_both(tmp_path: Path) -> None:
     assert (outcome.status, (outcome.step or 0) > 10) == ("interrupted", True)
     assert [finish(node, output) for node in start_nodes(config, 1, output)] == [0, 0], output.read_text()
     assert (result(config), samples(config)) == undisturbed(tmp_path, **options), output.read_text()
+
+
+@pytest.mark.slow
+def test_the_first_node_trains_on_while_the_other_is_away_and_takes_its_ranks_in(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"trainer": {"max_epochs": 3}}
+    config = with_ranks(make(tmp_path, "disturbed", **options), 3)
+    config["trainer"] = {**config["trainer"], "devices": 1, "num_nodes": 3}
+    is_lost = tmp_path / "lost"
+    is_back = f"{config['run_dir']}/logs/attempt-4/*"  # behind that of all, that of two, and that of who comes back
+    wait = {"at": "train", "rank": 0, "do": "sleep", "seconds": 0.0, "within_s": 200, "once": True}
+    config["events"] = [{**wait, "step": 13, "after_file": str(is_lost)}, {**wait, "step": 30, "after_file": is_back}]
+    nodes = start_nodes(config, 1, output := tmp_path / "output", "--nnodes=2:3", "--spares=off", count=3)
+    try:
+        wait_until(lambda: any(event["step"] == 10 for event in events_of(config, "saved")), within_s=100.0)
+        nodes[1].kill()
+        nodes[1].wait()
+        is_lost.touch()
+        wait_until(lambda: len(events_of(config, "replaced")) == 1, within_s=100.0)
+        nodes[1] = start(nodes[1].args, output)
+        codes = [finish(node, output) for node in nodes]
+    finally:
+        for node in nodes:
+            node.kill()
+    assert codes == [0, 0, 0], output.read_text()
+    changed = [(each["ranks"], each["members"]) for each in events_of(config, "replaced")]
+    assert changed == [([1], [0, 2]), ([], [0, 1, 2])], output.read_text()
+    wanted, steps = test_absent_ranks.undisturbed(tmp_path, 3, **options)
+    assert test_absent_ranks.samples(config["log"]) == steps
+    torch.testing.assert_close(state_at_the_end(config), state_at_the_end(wanted), rtol=1e-4, atol=1e-6)

@@ -36,6 +36,7 @@ class Run:
     def __init__(self, max_restarts: int = 5, size: int = 3, **options: Any) -> None:
         self.now = 0.0
         self.spares: set[int] = set()
+        self.away: set[int] = set()
         self.started: list[list[int]] = []
         self.told: list[tuple[list[int], Any]] = []
         self.signalled: list[tuple[list[int], int]] = []
@@ -51,11 +52,15 @@ class Run:
     def close_old_store(self) -> None: ...
 
     def start(self, ranks: Collection[int], generation: int, is_newcomer: bool) -> None:
-        assert is_newcomer == (len(ranks) < 3)
+        assert is_newcomer == (len(ranks) < len(self.policy._slots))
+        assert not self.away.intersection(ranks) or not is_newcomer
         self.started.append(sorted(ranks))
 
     def has_spare(self, rank: int) -> bool:
         return rank in self.spares
+
+    def lost_node(self, rank: int) -> str | None:
+        return "b" if rank in self.away else None
 
     def tell(self, ranks: Collection[int], kind: str, **fields: Any) -> None:
         if ranks:
@@ -354,6 +359,77 @@ def test_a_restart_of_all_begins_with_all_ranks() -> None:
     assert run.started == [[0, 1, 2]]
     assert sorted(run.policy.members) == [0, 1, 2]
     assert (run.policy.generation, run.policy.restarts) == (2, 2)
+
+
+def test_the_others_go_on_without_a_lost_node_and_take_its_ranks_in_when_it_is_back(lines: list[str]) -> None:
+    run = Run(size=4)
+    run.away = {2, 3}
+    run.lose(2, 3)
+    assert run.told == [([0, 1], [0, 1])]
+    assert not run.started
+    run.come_together()
+    run.step(1000.0)
+    assert not run.started, "it may take as long as it likes"
+    run.away = set()
+    run.step()
+    assert run.started == [[2, 3]]
+    run.say(2, "waiting")
+    run.say(3, "waiting")
+    run.step()
+    assert run.told == [([0, 1, 2, 3], [0, 1, 2, 3])]
+    assert (run.policy.generation, run.policy.restarts) == (2, 1)
+    assert lines == [
+        "Ranks 2 and 3 were lost with b: going on with 2 of 4 ranks (restart 1). Replacements join them when they are "
+        "ready.",
+        "There is a node again for ranks 2 and 3: starting them there.",
+        "Ranks 2 and 3 are back: going on with 4 of 4 ranks.",
+    ]
+
+
+def test_all_are_restarted_where_they_cannot_go_on_without_a_lost_node() -> None:
+    run = Run(size=4, min_ranks=3)
+    run.away = {2, 3}
+    run.lose(2, 3)
+    assert run.told == [([0, 1], "restart")]
+    run.policy.ended(0, 1)
+    run.policy.ended(1, 1)
+    run.step()
+    assert run.started == [[0, 1, 2, 3]], "the supervisor waits for a node"
+
+
+def test_a_restart_does_not_wait_for_a_lost_node(lines: list[str]) -> None:
+    run = Run(size=4)
+    run.away = {3}
+    run.lose(3)
+    run.come_together()
+    run.lose(1, code=1)
+    for rank in (0, 2):
+        run.policy.ended(rank, 1)
+    run.told.clear()
+    run.step()
+    assert run.started == [[0, 1, 2]]
+    assert run.told == [([0, 1, 2], [0, 1, 2])]
+    assert len(run.recorded) == 1, "it is no growth"
+    run.come_together()
+    run.away = set()
+    run.step()
+    assert run.started == [[3]]
+
+
+def test_a_newcomer_that_is_lost_with_its_node_is_started_when_that_is_back(lines: list[str]) -> None:
+    run = Run()
+    run.lose(2)
+    run.come_together()
+    run.away = {2}
+    run.lose(2)
+    assert not run.started
+    assert (
+        lines[-1]
+        == "The replacement of rank 2 was lost with b: starting another one when its node is back (restart 2)."
+    )
+    run.away = set()
+    run.step()
+    assert run.started == [[2]]
 
 
 # -- the supervisor, with ranks that only talk to it -------------------------------------------------------------------

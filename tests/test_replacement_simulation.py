@@ -34,8 +34,13 @@ they are back. Newcomers are killed, fail and wait before their door, at it and 
 11. Only a loss costs a restart, also that of a newcomer; to take newcomers in costs none, unless it fails. A newcomer
     that has failed by itself is not started again, and a run with members that go on does not end for it.
 
+Some ranks are on a second node, which goes away with all of them and comes back later:
+
+12. No rank is started on a node that is away. Where those that are left can go on, nobody waits for it, also where all
+    of them are restarted.
+
 The last tests put mistakes back, and expect one of them. Many more schedules:
-``python -m tests.test_replacement_simulation --schedules 5000 --seed 1 [--when-lost go-on]``.
+``python -m tests.test_replacement_simulation --schedules 5000 --seed 1 [--when-lost go-on|nodes]``.
 """
 
 from __future__ import annotations
@@ -137,6 +142,8 @@ class Schedule:
         spares: How often a spare is ready.
         start_s: How long a process takes up to the script; 0: as the seed says.
         newcomers_fail: Which newcomers raise an error of the user's own before their fit.
+        node: The ranks on the second node: when one of them falls, all are lost with it.
+        away_s: How long it is away then.
     """
 
     seed: int
@@ -156,6 +163,8 @@ class Schedule:
     spares: float = 0.0
     start_s: float = 0.0
     newcomers_fail: frozenset[int] = frozenset()
+    node: frozenset[int] = frozenset()
+    away_s: float = 0.0
 
     @classmethod
     def of(cls, seed: int) -> Schedule:
@@ -209,6 +218,16 @@ class Schedule:
             start_s=chosen.choice([0.03, 0.03, 0.1, 0.5, 3.0]),
             newcomers_fail=frozenset({who} if chosen.random() < 0.2 else ()),
         )
+
+    @classmethod
+    def of_nodes(cls, seed: int) -> Schedule:
+        """The same with a node that goes away."""
+        chosen, base = random.Random(f"nodes {seed}"), cls.going_on(seed)
+        node = frozenset(range(chosen.randrange(1, base.world_size), base.world_size))
+        falls = {(min(node), turn) if chosen.random() < 0.5 else (rank, turn) for rank, turn in base.falls if rank >= 0}
+        falls |= {each for each in base.falls if each[0] == SUPERVISOR}
+        away_s = chosen.choice([0.0, 0.3, 1.0, 3.0, 60.0])
+        return replace(base, falls=frozenset(falls), node=node, away_s=away_s)
 
 
 class Strand:
@@ -372,6 +391,7 @@ class Process:
         self.parameter = SimpleNamespace(_version=0)
         self.lost: Collection[int] = ()
         self.ready_in = -1
+        self.is_lost_with_node = False
         self.was_disturbed = False  # killed, hung, failed or refused
         self.raised_at: float | None = None
         self.line: Membership
@@ -587,6 +607,8 @@ class Simulation:
         self.resumed: Counter[int] = Counter()
         self.supervisor_is_dead = False
         self.replaced_in = -1
+        self.is_there_at = 0.0  # the second node
+        self.nodes_lost = self.newcomers_away = self.restarted_without = 0
 
     # -- the scheduler -------------------------------------------------------------------------------------------------
 
@@ -654,8 +676,16 @@ class Simulation:
                 process.channel.tell(None)
             return
         self.fallen.append(strand.process.slot)
-        strand.process.was_disturbed = True
-        self.end(strand.process, -signal.SIGKILL)
+        lost = [strand.process]
+        if strand.process.slot in self.schedule.node:
+            self.nodes_lost += 1
+            self.last_disturbance = self.is_there_at = self.now + self.schedule.away_s
+            lost = [each for each in self.processes if each.slot in self.schedule.node and each.exit_code is None]
+        for process in lost:
+            process.was_disturbed = True
+            process.is_lost_with_node = process.slot in self.schedule.node
+            self.newcomers_away += process.is_lost_with_node and not process.is_member
+            self.end(process, -signal.SIGKILL)
         for each in [each for each in self.strands if each.killed]:
             self._unwind(each)
 
@@ -741,8 +771,17 @@ class Simulation:
             port.is_open = False
 
     def start(self, ranks: Collection[int], generation: int, is_newcomer: bool) -> None:
-        if len(ranks) == self.schedule.world_size:
+        is_restart = {*ranks} == self.policy.members.keys()
+        if away := [rank for rank in ranks if self.lost_node(rank)]:
+            if not is_restart or is_newcomer:
+                raise Violation(f"ranks {away} are started on a node that is away")
+            there = [rank for rank in ranks if rank not in away]
+            if self.can_go_on(there):
+                raise Violation(f"ranks {there} wait for a node, and could go on without it")
+            self.pause(self.is_there_at)
+        if is_restart:
             self.restarts += 1
+            self.restarted_without += is_newcomer
             self.members_of[generation] = list(ranks)
             if living := [each.slot for each in self.processes if each.exit_code is None]:
                 raise Violation(f"ranks {living} are left at a restart")
@@ -755,8 +794,9 @@ class Simulation:
             last = self.members[rank]
             if last.exit_code is None:
                 raise Violation(f"rank {rank} is started beside itself")
-            if not last.is_member and is_newcomer:
+            if not last.is_member and is_newcomer and not is_restart:
                 self.newcomers_lost += last.was_disturbed
+                self.newcomers_away -= last.is_lost_with_node
                 if last.exit_code == 1:
                     raise Violation(f"newcomer {rank} has failed by itself, and is started again")
             self._start(rank, generation, is_newcomer)
@@ -767,7 +807,18 @@ class Simulation:
         self.start_strand(process, lambda: self.main(process))
 
     def has_spare(self, rank: int) -> bool:
-        return self.random.random() < self.schedule.spares
+        return not self.lost_node(rank) and self.random.random() < self.schedule.spares
+
+    def lost_node(self, rank: int) -> str | None:
+        return "the second" if rank in self.schedule.node and self.now < self.is_there_at else None
+
+    def can_go_on(self, ranks: Collection[int]) -> bool:
+        """Whether these can without the others."""
+        schedule = self.schedule
+        is_enough = len(ranks) >= schedule.min_ranks and (0 in ranks or not schedule.tasks)
+        # What a fit can, it has said to this supervisor, and there is a state.
+        is_known = self.policy._has_saved and any(each.ready_in >= 0 for each in self.processes)
+        return schedule.when_lost == "go_on" and is_enough and not schedule.fewer and is_known
 
     def tell(self, ranks: Collection[int], kind: str, **fields: Any) -> None:
         if kind == "replace":
@@ -848,7 +899,7 @@ class Simulation:
                 self.last_disturbance = self.now
                 raise Boom("a newcomer's own error")
             reentry.install(lambda trainer, lost: None)
-            start: Any = SimpleNamespace(take_place=lambda slots: None)
+            start: Any = SimpleNamespace(take_place=lambda nodes, node: None)
             trainer: Any = SimpleNamespace(is_global_zero=False, strategy=SimpleNamespace(root_device=CPU))
             reentry._enter(trainer, lambda: self.fit(process), line, lambda lost: self.leave(process, lost), start)
             process.has_finished = True
@@ -1132,7 +1183,10 @@ class Simulation:
             return
         used = self.replacements + self.restarts + self.newcomers_lost
         begun = self.replacements + self.restarts + self.growths
-        if result is None or policy.generation != begun or not policy.restarts == used <= schedule.max_restarts:
+        # Newcomers that were lost with their node may not have been started again, because all were, or it was over.
+        may_count = range(used, used + self.newcomers_away + 1)
+        is_counted = policy.restarts in may_count and policy.restarts <= schedule.max_restarts
+        if result is None or policy.generation != begun or not is_counted:
             raise Violation(
                 f"{self.replacements} replacements, {self.restarts} restarts, {self.newcomers_lost} newcomers lost, "
                 f"{self.growths} growths, {policy.restarts} counted: {self.describe()}"
@@ -1296,6 +1350,8 @@ def run_all(seeds: Iterable[int], folder: Path, schedule: Callable[[int], Schedu
         found["taken in"] += done.growths
         found["newcomers lost"] += done.newcomers_lost
         found["given up"] += bool(done.policy._newcomers.given_up)
+        found["nodes lost"] += done.nodes_lost
+        found["restarted without a node"] += done.restarted_without
     return found
 
 
@@ -1318,11 +1374,22 @@ def test_every_run_that_goes_on_with_fewer_ranks_ends_as_the_undisturbed_one(fol
         assert found[each] > 0.01 * len(seeds), each
 
 
+@schedules(40, 1500)
+def test_every_run_that_loses_nodes_ends_as_the_undisturbed_one(folder: Path, seeds: range) -> None:
+    found = run_all(seeds, folder, Schedule.of_nodes)
+    assert found["nodes lost"] > 0.5 * len(seeds)
+    assert found["finished"] > 0.5 * len(seeds)
+    for each in ("gone on with fewer", "taken in", "restarts"):
+        assert found[each] > 0.05 * len(seeds), each
+    assert found["restarted without a node"] > 0.001 * len(seeds)
+
+
 @pytest.mark.campaign
 @pytest.mark.timeout(3600)
 def test_every_run_ends_as_the_undisturbed_one_at_length(folder: Path) -> None:
     run_all(range(10_000, 30_000), folder)
     run_all(range(10_000, 20_000), folder, Schedule.going_on)
+    run_all(range(10_000, 20_000), folder, Schedule.of_nodes)
 
 
 # -- mistakes that are put back ----------------------------------------------------------------------------------------
@@ -1579,6 +1646,36 @@ GOING_ON: dict[str, tuple[Any, str, Any]] = {
 }
 
 
+class StartsWhereNobodyIs(Newcomers):
+    """It is not asked whether there is a node."""
+
+    def start(self, slots: Collection[int], generation: int, now: float) -> None:
+        self.coming.update({slot: Member(slot, generation, now) for slot in slots})
+        self._ranks.start(slots, generation, is_newcomer=True)
+
+
+class ReplacesWhereNobodyIs(LossPolicy):
+    """The same for replacements for which all wait."""
+
+    def _why_not(self, dead: list[Member], members: Collection[int]) -> str | None:
+        reason = super()._why_not(dead, members)
+        return None if reason == loss_policy.NO_NODE else reason
+
+
+class WaitsForTheNode(LossPolicy):
+    """A restart of all ranks is one of all, wherever they are."""
+
+    def _members_after_restart(self) -> list[int]:
+        return self._slots
+
+
+OF_NODES: dict[str, tuple[Any, str, Any]] = {
+    "newcomers on a node that is away": (loss_policy, "Newcomers", StartsWhereNobodyIs),
+    "replacements on a node that is away": (simulation, "LossPolicy", ReplacesWhereNobodyIs),
+    "a restart waits for a node": (simulation, "LossPolicy", WaitsForTheNode),
+}
+
+
 def found_after(
     owner: Any,
     name: str,
@@ -1623,15 +1720,20 @@ def test_the_simulation_of_going_on_finds_a_mistake_that_is_put_back(folder: Pat
     assert found_after(*GOING_ON[name], folder, range(400), Schedule.going_on) is not None
 
 
+@pytest.mark.parametrize("name", OF_NODES)
+def test_the_simulation_of_nodes_finds_a_mistake_that_is_put_back(folder: Path, name: str) -> None:
+    assert found_after(*OF_NODES[name], folder, range(400), Schedule.of_nodes) is not None
+
+
 def main() -> None:
     """Runs many schedules."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--schedules", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--when-lost", choices=("hold", "go-on"), default="hold")
+    parser.add_argument("--when-lost", choices=("hold", "go-on", "nodes"), default="hold")
     options = parser.parse_args()
     began, found = time.process_time(), Counter[str]()
-    schedule = Schedule.of if options.when_lost == "hold" else Schedule.going_on
+    schedule = {"hold": Schedule.of, "go-on": Schedule.going_on, "nodes": Schedule.of_nodes}[options.when_lost]
     with pytest.MonkeyPatch.context() as patch, simulated(patch) as folder:
         for seed in range(options.seed, options.seed + options.schedules):
             try:

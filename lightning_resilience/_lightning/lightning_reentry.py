@@ -73,15 +73,23 @@ class Start:
         self._limits = trainer.fit_loop.max_epochs, trainer.accumulate_grad_batches
         self._attributes = [(each, _copy_of(vars(each))) for each in callbacks(trainer) if _is_lightnings(each)]
 
-    def take_place(self, slots: Sequence[int]) -> None:
-        """Has the Trainer be one of fewer ranks, or more, on one node; its rank is in the environment.
+    def take_place(self, nodes: Sequence[Sequence[int]], node: int) -> None:
+        """Has the Trainer be one of fewer ranks, or more; its rank is in the environment.
 
         Args:
-            slots: Of the ranks, in their order: for each, which of the Trainer's devices it has.
+            nodes: Of every node the ranks, in their order: for each, which of the Trainer's devices it has.
+            node: Which of them is this one.
         """
-        if self._devices is not None and len(slots) <= len(self._devices):
-            strategy: Any = self._trainer.strategy
-            strategy.parallel_devices = [self._devices[slot] for slot in slots]
+        here = nodes[node]
+        if self._devices is None or max(here) >= len(self._devices):
+            return
+        strategy: Any = self._trainer.strategy
+        devices, strategy.num_nodes = [self._devices[place] for place in here], len(nodes)
+        if len({len(each) for each in nodes}) > 1:
+            # Lightning knows no nodes with different numbers of ranks, and multiplies to know how many there are.
+            devices += [devices[-1]] * (sum(map(len, nodes)) - len(here))
+            strategy.num_nodes = 1
+        strategy.parallel_devices = devices
 
     def put_back(self) -> None:
         """Has everything be as it was."""

@@ -171,9 +171,9 @@ class HangWatch(Participant):
 
     def _about(self) -> dict[str, Any]:
         fit, trainer = self.session.fit, self.session.fit.trainer
-        return describe_rank(
-            fit.run.path, fit.index, fit.token, trainer.num_nodes, trainer.world_size, is_started_again()
-        )
+        # Of nodes with different numbers of ranks the Trainer knows nothing.
+        nodes = int(os.environ.get("GROUP_WORLD_SIZE", trainer.num_nodes))
+        return describe_rank(fit.run.path, fit.index, fit.token, nodes, trainer.world_size, is_started_again())
 
     def _start_reporter(self) -> _nvrx.SectionReporter | None:
         if self._monitor is None or self.probe is None:

@@ -137,7 +137,7 @@ def _enter(
 
 def _begin(line: Membership, replacement: Replacement, start: lightning_reentry.Start) -> None:
     line.begin(replacement)
-    start.take_place(line.members)
+    start.take_place(line.nodes, line.node)
 
 
 def _end_refused(line: Membership, problem: str) -> NoReturn:

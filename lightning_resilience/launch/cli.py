@@ -524,20 +524,22 @@ def _settings(options: argparse.Namespace) -> LaunchSettings:
     if options.run_dir is not None and options.run_dir.exists() and not options.run_dir.is_dir():
         parser.error(f"--run-dir {options.run_dir} is a file, and must be a directory, or not there yet")
     job = JOBS.get(options.recipe, JOBS["nemo"])  # MODULE:FUNCTION is imported by the workers only
-    if (options.elastic or job.elastic) and len({*options.nnodes.split(":")}) > 1:
-        option = "--elastic" if options.elastic else "--recipe elastic"
-        parser.error(f"{option} needs a fixed number of nodes, such as --nnodes {options.nnodes.partition(':')[2]}")
     elastic = options.elastic or job.elastic
+    least, _, most = options.nnodes.partition(":")
+    is_fixed = least == (most or least)
     goes_on = options.when_lost == "go-on" or (options.when_lost is None and job.when_lost == "go_on")
     if goes_on and not elastic:
         parser.error("--when-lost go-on is an option of --elastic, or of --recipe elastic")
-    if goes_on and options.nnodes not in ("1", "1:1"):
-        parser.error("--when-lost go-on is for one node: on several, a run waits for the replacement of a lost rank")
+    if elastic and not is_fixed:
+        if options.when_lost == "hold":
+            parser.error(f"--nnodes {options.nnodes} goes on without lost nodes, and --when-lost hold waits for them")
+        goes_on = True
+    nnodes = f"1:{options.nnodes}" if goes_on and is_fixed and least != "1" else options.nnodes
     if options.min_ranks is not None and not goes_on:
         parser.error("--min-ranks needs --when-lost go-on: else a run always waits for all ranks")
     min_ranks = job.min_ranks if options.min_ranks is None else options.min_ranks
-    if options.nproc_per_node != "auto" and min_ranks > int(options.nproc_per_node):
-        parser.error(f"--min-ranks {min_ranks} is more than --nproc-per-node {options.nproc_per_node}")
+    if options.nproc_per_node != "auto" and min_ranks > (ranks := int(options.nproc_per_node) * int(most or least)):
+        parser.error(f"--min-ranks {min_ranks} is more than the {ranks} that there are")
     try:
         section_timeouts = SectionTimeouts.parse(",".join(timeouts)) if timeouts else job.section_timeouts
     except ValueError as error:
@@ -548,7 +550,7 @@ def _settings(options: argparse.Namespace) -> LaunchSettings:
         run_dir=_directory(options) if options.retries_in_new_job else naming.newest(_directory(options)),
         recipe=options.recipe,
         nproc_per_node=options.nproc_per_node,
-        nnodes=options.nnodes,
+        nnodes=nnodes,
         node_rank=options.node_rank,
         spare=options.spare,
         rdzv_endpoint=options.rdzv_endpoint,

@@ -34,7 +34,7 @@ from typing import Any, TextIO, Union
 from lightning_resilience import _nvrx
 from lightning_resilience._loopback import ADDRESS, listen, serve_store
 from lightning_resilience._output import introduce, log_line
-from lightning_resilience.launch import follower, node_line, other_nodes
+from lightning_resilience.launch import follower, node_line, nodes, other_nodes
 from lightning_resilience.launch.channel import Message
 from lightning_resilience.launch.loss_policy import LossPolicy, WhenLost
 from lightning_resilience.launch.other_nodes import NodesMissing, OtherNode, OtherNodes, RemoteProcess
@@ -63,7 +63,7 @@ class Supervisor:
         makes_spares: Whether processes wait to replace ranks.
         log: Where it is said what becomes of those.
         others: Makes this the first of several nodes.
-        when_lost: Whether the others wait for a replacement for which no spare is ready; on one node.
+        when_lost: Whether the others wait for a replacement for which no spare is ready.
         min_ranks: They do so, too, if fewer than these would go on.
     """
 
@@ -88,6 +88,7 @@ class Supervisor:
         self._ledger = ledger
         self._said: queue.SimpleQueue[tuple[Process | None, Message]] = queue.SimpleQueue()
         self._workers = Workers(makes_spares, log, self._put)
+        self._goes_on = when_lost == "go_on"
         self._policy = LossPolicy(self, world_size, max_restarts, term_timeout_s, when_lost, min_ranks)
         self._doors: dict[int, socket.socket] = {}
         self._processes: dict[int, Process] = {}
@@ -151,7 +152,8 @@ class Supervisor:
         are_heard = self._workers.are_heard
         if self._others is not None:
             self._others.close_silent()
-            self._policy.lost_nodes = self._others.lost
+            if self._goes_on:
+                self._others.readmit()
             if self._others.have_stopped:
                 self._policy.ask_to_stop()
             if ended - self._ended:
@@ -177,9 +179,9 @@ class Supervisor:
 
     def start(self, ranks: Collection[int], generation: int, is_newcomer: bool) -> None:
         """See :class:`~lightning_resilience.launch.newcomers.Ranks`."""
-        if self._policy.lost_nodes:
-            lost, within_s = ", ".join(self._policy.lost_nodes), deadlines.FIRST_NODE_WITHIN_S
-            log_line(f"Lost {lost}: waiting up to {within_s:.0f} s for a launch in its place.")
+        if lost := {name for name in map(self.lost_node, ranks) if name is not None}:
+            within_s = deadlines.FIRST_NODE_WITHIN_S
+            log_line(f"Lost {', '.join(sorted(lost))}: waiting up to {within_s:.0f} s for a launch in its place.")
             self._gather()
         self._workers.ended(*(rank for rank in ranks if rank < self._count))
         for number, node in enumerate(self._others.nodes if self._others is not None else [], 1):
@@ -191,7 +193,13 @@ class Supervisor:
 
     def has_spare(self, rank: int) -> bool:
         """See :class:`~lightning_resilience.launch.newcomers.Ranks`."""
-        return self._workers.has_spare(rank)
+        group, local = self._place(rank)
+        return self._workers.has_spare(local) if (node := self._node(group)) is None else node.has_spare(local)
+
+    def lost_node(self, rank: int) -> str | None:
+        """See :class:`~lightning_resilience.launch.newcomers.Ranks`."""
+        node = self._node(self._place(rank)[0])
+        return node.name if node is not None and node.is_lost else None
 
     def tell(self, ranks: Collection[int], kind: str, **fields: Any) -> None:
         """See :class:`~lightning_resilience.launch.newcomers.Ranks`."""
@@ -241,11 +249,11 @@ class Supervisor:
             "TORCHELASTIC_RESTART_COUNT": str(generation),
             "TORCHELASTIC_MAX_RESTARTS": str(self._max_restarts),
         }
-        if is_newcomer and self._others is None:
+        if is_newcomer:
             # It is in no generation, and what is named after it must not meet that of a member: a port of its own, at
             # which nobody listens.
             door = self._doors[rank] = socket.socket()
-            door.bind((ADDRESS, 0))
+            door.bind((ADDRESS if self._others is None else "", 0))
             environment |= {JOINS_VARIABLE: "1", "MASTER_PORT": str(door.getsockname()[1])}
         if (node := self._node(group)) is not None:
             self._processes[rank] = node.start(local, environment)
@@ -303,6 +311,7 @@ def main() -> None:
     parser.add_argument("--node-rank", type=int)
     parser.add_argument("--when-lost", default="hold")
     parser.add_argument("--min-ranks", type=int, default=1)
+    parser.add_argument("--min-nodes", type=int, default=1)
     separator = sys.argv.index("--")
     options = parser.parse_args(sys.argv[1:separator])
     count = options.nproc_per_node
@@ -321,14 +330,15 @@ def main() -> None:
     if options.follow:
         here = follower.Follower(command, ranks, run_id, makes_spares, log)
         here.handle_signals()
-        code = here.run((host, int(port)), path, options.node_rank)
+        pulse = nodes.Pulse(nodes.Board(run_directory.path / nodes.BOARD, "", options.rdzv_endpoint), run_id)
+        code = here.run((host, int(port)), path, options.node_rank, pulse.has_stopped)
     else:
         others = None
         if options.nnodes > 1:
             secret = node_line.make_secret(path)
             others = functools.partial(OtherNodes, host, int(port), options.nnodes, ranks, secret)
         world_size = ranks * options.nnodes
-        policy = (options.when_lost, options.min_ranks)
+        policy = (options.when_lost, max(options.min_ranks, options.min_nodes * ranks))
         supervisor = Supervisor(
             command, world_size, options.max_restarts, run_id, timeout_s, ledger, makes_spares, log, others, *policy
         )

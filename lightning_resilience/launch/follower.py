@@ -1,7 +1,8 @@
 """The supervisor of ``launch --elastic`` on a node that is not the first: it does what that of the first one says.
 
 It starts and signals the ranks of its node as it is told, and passes on what they say and how they end
-(:mod:`~lightning_resilience.launch.node_line`). If it loses the first node, it ends its ranks.
+(:mod:`~lightning_resilience.launch.node_line`). If it loses the first node, it ends its ranks and joins again, for as
+long as there are signs that the first node lives: a cable may have been unplugged.
 
 Imports neither torch nor Lightning.
 """
@@ -27,7 +28,7 @@ from lightning_resilience.launch.node_line import Line, introduce, read_secret
 from lightning_resilience.launch.spares import Workers
 from lightning_resilience.run import deadlines
 from lightning_resilience.run.ledger import node_name
-from lightning_resilience.run.run_directory import ELASTIC_VARIABLE
+from lightning_resilience.run.run_directory import ELASTIC_VARIABLE, JOINS_VARIABLE
 
 _POLL_S = 0.05
 _PASSED_ON = ("state", "saved")
@@ -36,6 +37,7 @@ _OF_A_RANK = (
     *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE", "GROUP_WORLD_SIZE"),
     *("MASTER_ADDR", "MASTER_PORT"),
     *("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS"),
+    JOINS_VARIABLE,
 )
 
 
@@ -131,6 +133,7 @@ class Follower:
         self._lives: dict[int, subprocess.Popen[bytes]] = {}
         self._ranks: set[int] = set()
         self._has_stopped = False
+        self._is_given_up: Callable[[], bool] = lambda: False
 
     def handle_signals(self) -> None:
         """Passes on SIGTERM and SIGINT, and no other signal of a scheduler."""
@@ -140,6 +143,9 @@ class Follower:
         self._has_stopped = True
         self._put("stop")
 
+    def _is_over(self) -> bool:
+        return self._has_stopped or self._is_given_up()
+
     def _put(self, kind: str, **fields: Any) -> None:
         self._events.put(Message(kind, fields, []))
 
@@ -147,23 +153,38 @@ class Follower:
         if message.kind in _PASSED_ON:
             self._put("said", process=process, message=message.kind, fields=message.fields)
 
-    def run(self, endpoint: tuple[str, int], secret: Path, node_rank: int | None) -> int:
+    def run(
+        self,
+        endpoint: tuple[str, int],
+        secret: Path,
+        node_rank: int | None,
+        is_given_up: Callable[[], bool] = lambda: False,
+    ) -> int:
         """Does what the first node says; returns its exit code.
 
         Args:
             endpoint: Where it is.
             secret: See :func:`secret_path`.
             node_rank: The number of this node, if it was given one.
+            is_given_up: Whether a first node that was lost will not come back.
         """
-        try:
-            line = join(endpoint, lambda: read_secret(secret), node_rank, self._count, lambda: self._has_stopped)
-        except (FirstNodeLost, OSError) as error:
-            log_line(f"No ranks are started on {node_name()}: {error}.")
-            return 1
-        return self._follow(line)
+        while True:
+            try:
+                line = join(endpoint, lambda: read_secret(secret), node_rank, self._count, self._is_over)
+            except (FirstNodeLost, OSError) as error:
+                log_line(f"No ranks are started on {node_name()}: {error}.")
+                return 1
+            if (code := self._follow(line)) is not None or self._has_stopped:
+                return 1 if code is None else code
+            self._is_given_up = is_given_up  # the first time it may not have begun
+            self._events, self._lives = queue.SimpleQueue(), {}
+            self._workers.ended(*self._ranks)
+            self._ranks.clear()
 
-    def _follow(self, line: Line) -> int:
-        line.listen(self._events.put, lambda: self._put("gone"))
+    def _follow(self, line: Line) -> int | None:
+        """Follows until it is over; ``None``: the first node is lost."""
+        events = self._events
+        line.listen(events.put, lambda: events.put(Message("gone", {}, [])))
         while True:
             try:
                 message = self._events.get(timeout=deadlines.NODE_BEAT_S)
@@ -173,13 +194,13 @@ class Follower:
             if message.kind in ("gone", "end"):
                 break
             self._act(line, message)
-        if message.kind == "gone" and self._lives:
-            log_line("The first node is lost: the ranks of this one are ended.")
+        if message.kind == "gone" and not self._has_stopped:
+            log_line("The first node is lost: the ranks of this one are ended, and it is looked for.")
         for rank in self._ranks:
             self._workers.tell(rank, "restart")
         _end_in_order(self._lives.values())
         line.close()
-        return int(message.fields.get("code", 1))
+        return None if message.kind == "gone" else int(message.fields.get("code", 1))
 
     def _act(self, line: Line, message: Message) -> None:
         fields = message.fields
@@ -202,7 +223,8 @@ class Follower:
         elif message.kind == "ended":
             line.send("ended", life=fields["life"], code=fields["code"])
         elif message.kind == "settle":
-            line.send("settled", number=fields["number"])
+            spares = [rank for rank in self._ranks if self._workers.has_spare(rank)]
+            line.send("settled", number=fields["number"], spares=spares)
         elif message.kind == "stop":
             line.send("stop")
 
@@ -219,9 +241,10 @@ class Follower:
         full = rank_environment(own, self._count, self._run_id)
         process = self._lives[life] = self._workers.start(rank, self._command, full, None, None)
         self._ranks.add(rank)
+        events = self._events  # of this first node: another one knows nothing of this life
 
         def wait() -> None:
-            self._put("ended", life=life, code=process.wait())
+            events.put(Message("ended", {"life": life, "code": process.wait()}, []))
 
         threading.Thread(target=wait, name="resilience-wait", daemon=True).start()
 

@@ -26,7 +26,7 @@ from lightning_resilience.launch import budget
 from lightning_resilience.launch.budget import Budget
 from lightning_resilience.launch.monitor import Monitor, MonitorSettings
 from lightning_resilience.launch.naming import last_launch
-from lightning_resilience.launch.nodes import AnotherLaunch, Board, FirstNodeMissing, Plan, is_this_host
+from lightning_resilience.launch.nodes import BOARD, AnotherLaunch, Board, FirstNodeMissing, Plan, is_this_host
 from lightning_resilience.launch.processes import LAUNCH_ID_VARIABLE, STOP_SIGNALS, Reaper, end_processes
 from lightning_resilience.launch.rank_logs import LOGS
 from lightning_resilience.launch.rank_output import OUTPUT_VARIABLE
@@ -162,11 +162,12 @@ def elastic_command(
             f"--term-timeout={settings.grace_period_s + deadlines.TERM_MARGIN_S:g}",
         ]
         if not settings.is_single_node:
-            command += [f"--nnodes={settings.nnodes.partition(':')[0]}", f"--rdzv-endpoint={settings.rdzv_endpoint}"]
+            command += [f"--nnodes={settings.nnodes.rpartition(':')[2]}", f"--rdzv-endpoint={settings.rdzv_endpoint}"]
             command += [] if settings.is_owner else ["--follow"]
             command += [] if settings.node_rank is None else [f"--node-rank={settings.node_rank}"]
         if settings.when_lost == "go_on":
             command += ["--when-lost=go_on", f"--min-ranks={settings.min_ranks}"]
+            command += [] if settings.is_single_node else [f"--min-nodes={settings.nnodes.partition(':')[0]}"]
         return [*command, "--", *settings.command], {_nvrx.RUN_ID_VARIABLE: run_id}
     command, environment = _nvrx.elastic_launcher(
         max_restarts,
@@ -267,7 +268,7 @@ class Launch:
         self._run_directory = RunDirectory(settings.run_dir)
         self._ledger = Ledger(self._run_directory.ledger, rank=None)
         self._history = LiveHistory(self._ledger)
-        self._board = Board(self._run_directory.path / "decision.json", self.launch_id, settings.rdzv_endpoint or "")
+        self._board = Board(self._run_directory.path / BOARD, self.launch_id, settings.rdzv_endpoint or "")
         self._launches = self._run_directory.path / "launches"
         node = f"spare-{self.launch_id[:8]}" if settings.spare else str(settings.node_rank)
         self._record = LaunchRecord(
@@ -394,7 +395,7 @@ class Launch:
             exit_code = self._run_workers(plan, self._watch_nodes)
             if exit_code != 0 and self._has_stopped(run_id):
                 exit_code = 0  # it was this launch that has ended its elastic launcher
-            if exit_code == 0 and not self.settings.is_single_node:
+            if exit_code == 0 and not self.settings.is_single_node and not self.settings.elastic:
                 exit_code = self._wait_for_nodes(run_id)
             outcome = self._verdict(exit_code, run_id)
             if outcome.status != "failed":

@@ -28,6 +28,7 @@ from lightning_resilience.launch.newcomers import (
     Ranks,
     how_ended,
     is_replaceable,
+    named,
 )
 from lightning_resilience.run import deadlines, exit_codes
 
@@ -37,6 +38,9 @@ _HEARD_POLL_S = 0.001
 
 WhenLost = Literal["hold", "go_on"]
 """Whether the others wait for the replacement of a rank, or go on without it meanwhile."""
+
+
+NO_NODE = "no other node is in its place"
 
 
 class LossPolicy:
@@ -58,7 +62,6 @@ class LossPolicy:
         generation: Its number.
         restarts: How many restarts there were: one for each loss, each newcomer that was lost, each restart of all.
         result: When all is over: 0 if all members have ended with 0, else 1.
-        lost_nodes: Names of nodes that are lost, with all their ranks; a restart is to begin when others are there.
         wakes_at: When :meth:`step` is to be called at the latest, by its clock; earlier when something has happened.
     """
 
@@ -74,7 +77,6 @@ class LossPolicy:
         self.members = {rank: Member(rank, 0) for rank in range(world_size)}
         self.generation = self.restarts = 0
         self.result: int | None = None
-        self.lost_nodes: list[str] = []
         self.wakes_at = math.inf
         self._ranks = ranks
         self._slots = list(range(world_size))
@@ -233,8 +235,17 @@ class LossPolicy:
         self._lost_at = None
         dead = [member for member in self.members.values() if member.exit_code]
         failed = {each.rank for each in dead if each.rank in self._joining and not is_replaceable(each.exit_code)}
-        how = {member.rank: how_ended(member.exit_code or 0) for member in dead}
-        who = ", ".join(f"rank {rank} {what}" for rank, what in sorted(how.items()))
+        nodes = {member.rank: self._ranks.lost_node(member.rank) for member in dead}
+        how = {
+            each.rank: how_ended(each.exit_code or 0) if (node := nodes[each.rank]) is None else f"was lost with {node}"
+            for each in dead
+        }
+        # A lost node is one sentence, however many ranks it has.
+        whole = {node: [rank for rank, its in nodes.items() if its == node] for node in nodes.values() if node}
+        who = ", ".join(
+            [f"rank {rank} {what}" for rank, what in sorted(how.items()) if nodes[rank] is None]
+            + [f"{named(its)} {'was' if len(its) == 1 else 'were'} lost with {node}" for node, its in whole.items()]
+        )
         if self.restarts >= self._max_restarts:
             log_line(f"{who[0].upper()}{who[1:]}; no restart inside the job is left.")
             return self._end_all(now)
@@ -247,7 +258,11 @@ class LossPolicy:
         goes_on = members == left
         who = f"{who[0].upper()}{who[1:]}"
         if goes_on:
-            then = " Its replacement joins them when it is ready." if how.keys() - failed else ""
+            then = ""
+            if how.keys() - failed:
+                is_one = len(how) == 1
+                then = " Its replacement joins them when it is" if is_one else " Replacements join them when they are"
+                then += " ready."
             log_line(f"{who}: going on with {self._count(left)} (restart {self.restarts}).{then}")
         else:
             waits = self._why_not_without(left) if self._goes_on else None
@@ -285,7 +300,7 @@ class LossPolicy:
         """Takes in those that are at the door."""
         who = self._newcomers.at_door
         members = sorted([*self.members, *who])
-        are = f"Rank {who[0]} is" if len(who) == 1 else f"Ranks {', '.join(map(str, who))} are"
+        are = f"R{named(who)[1:]} {'is' if len(who) == 1 else 'are'}"
         log_line(f"{are} back: going on with {self._count(members)}.")
         self._begin_generation(now, members, {})
 
@@ -302,7 +317,7 @@ class LossPolicy:
         self._ranks.tell(sorted(there), "replace", **change)
         self._ranks.close_old_store()
         new = [rank for rank in members if rank not in there]
-        self.members = {rank: there[rank] if rank in there else Member(rank, self.generation, now) for rank in members}
+        self.members = {rank: there[rank] if rank in there else self._begin_life(rank, now) for rank in members}
         if new:
             self._ranks.start(new, self.generation, is_newcomer=self._goes_on)
         if new and self._goes_on:
@@ -313,10 +328,15 @@ class LossPolicy:
         if lost:
             self._ranks.record(*record)
 
+    def _begin_life(self, rank: int, now: float) -> Member:
+        """A rank whose process is started, in the place of another one: what the fit can is known from that."""
+        last = self.members.get(rank, Member(rank, self.generation))
+        return Member(rank, self.generation, now, fewer=last.fewer, tasks=last.tasks)
+
     def _why_not(self, dead: list[Member], members: Collection[int]) -> str | None:
         """Why a loss is not mended by a generation of these members."""
-        if self.lost_nodes:
-            return f"node {self.lost_nodes[0]} is lost"
+        if any(self._ranks.lost_node(slot) is not None for slot in members):
+            return NO_NODE
         if not all(is_replaceable(member.exit_code) for member in dead):
             return "what an exception ends is not replaced"
         if not self._has_saved:
@@ -371,7 +391,19 @@ class LossPolicy:
         self.generation += 1
         self.restarts += 1
         self._newcomers.forget()
-        self._ranks.open_store()
+        port = self._ranks.open_store()
         self._ranks.close_old_store()
-        self.members = {rank: Member(rank, self.generation, now) for rank in self._slots}
-        self._ranks.start(self._slots, self.generation, is_newcomer=False)
+        members = self._members_after_restart()
+        self.members = {rank: self._begin_life(rank, now) for rank in members}
+        is_without = members != self._slots
+        self._ranks.start(members, self.generation, is_newcomer=is_without)
+        if is_without:
+            change = {"generation": self.generation, "port": port, "lost": {}, "members": members}
+            self._ranks.tell(members, "replace", **change)
+            self._newcomers.start([slot for slot in self._slots if slot not in members], self.generation, now)
+
+    def _members_after_restart(self) -> list[int]:
+        """Who is started again: all whose nodes are there, if they can go on without the others."""
+        there = [slot for slot in self._slots if self._ranks.lost_node(slot) is None]
+        can = self._goes_on and self._has_saved and there and self._why_not_without(there) is None
+        return there if can else self._slots

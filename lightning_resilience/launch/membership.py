@@ -18,6 +18,8 @@ import threading
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
 
 from lightning_resilience.launch.channel import Channel, Message, of_worker
 from lightning_resilience.run.deadlines import LOSS_CONFIRMED_WITHIN_S, OWN_ERROR_RAISED_AFTER_S
@@ -25,8 +27,6 @@ from lightning_resilience.run.run_directory import ELASTIC_VARIABLE, JOINS_VARIA
 
 _OF_PEERS = re.compile(r"gloo|connect|peer|socket|recv|broken pipe|timed? ?out|store|rank", re.IGNORECASE)
 _JUDGED = "lightning_resilience_is_own"
-_RANKS = "RANK", "LOCAL_RANK", "ROLE_RANK"
-_WORLD_SIZES = "WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE"
 
 
 @dataclass(frozen=True)
@@ -70,6 +70,7 @@ class Membership:
         self.generation = self.started_in = generation
         self.slot = int(os.environ.get("RANK", "0"))
         self.slots = self.members = tuple(range(int(os.environ.get("WORLD_SIZE", "1"))))
+        self._on_a_node = int(os.environ.get("LOCAL_WORLD_SIZE", str(len(self.slots))))
         self.cut: Callable[[], None] = lambda: None
         self.begin_generation: Callable[[], None] = lambda: None
         self._pid = os.getpid()
@@ -98,6 +99,32 @@ class Membership:
     def ranks(self, slots: Iterable[int]) -> set[int]:
         """The ranks that these slots have in the generation of this process, as far as they are in it."""
         return {self.members.index(slot) for slot in slots if slot in self.members}
+
+    @property
+    def nodes(self) -> list[list[int]]:
+        """Of every node that has members, the local ranks that these had at first, in the order that they have now."""
+        return [[local for _, local in its] for _, its in groupby(map(self._place, self.members), itemgetter(0))]
+
+    @property
+    def node(self) -> int:
+        """The number of this node among them."""
+        return sorted({self._place(slot)[0] for slot in self.members}).index(self._place(self.slot)[0])
+
+    def _place(self, slot: int) -> tuple[int, int]:
+        return divmod(slot, self._on_a_node)
+
+    def _environment(self) -> dict[str, int]:
+        """What says to a process which rank it is."""
+        rank, world_size, nodes = self.members.index(self.slot), len(self.members), self.nodes
+        here = nodes[self.node]
+        return {
+            **dict.fromkeys(("RANK", "ROLE_RANK"), rank),
+            **dict.fromkeys(("WORLD_SIZE", "ROLE_WORLD_SIZE"), world_size),
+            "LOCAL_RANK": here.index(self._place(self.slot)[1]),
+            "LOCAL_WORLD_SIZE": len(here),
+            "GROUP_RANK": self.node,
+            "GROUP_WORLD_SIZE": len(nodes),
+        }
 
     def say(self, state: str, reason: str = "", fewer: str = "", tasks: str = "") -> None:
         """Tells the supervisor the state of this rank; for any thread."""
@@ -165,10 +192,9 @@ class Membership:
         self.generation = replacement.generation
         os.environ["TORCHELASTIC_RESTART_COUNT"] = str(replacement.generation)
         os.environ["MASTER_PORT"] = str(replacement.port)
-        if replacement.members != self.members:  # on one node
+        if replacement.members != self.members:
             self.members = replacement.members
-            rank, world_size = str(self.members.index(self.slot)), str(len(self.members))
-            os.environ.update(dict.fromkeys(_RANKS, rank) | dict.fromkeys(_WORLD_SIZES, world_size))
+            os.environ.update({name: str(value) for name, value in self._environment().items()})
         os.environ.pop(JOINS_VARIABLE, None)
         self.begin_generation()
         self.say("left")

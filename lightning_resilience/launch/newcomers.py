@@ -3,7 +3,7 @@
 A *newcomer* runs the script up to its first fit and waits there, at the *door*, until it is taken into a generation
 (:mod:`~lightning_resilience.launch.loss_policy`). One that is killed before is started again, if the budget has a
 restart left. What it raises itself gives its slot up, and so does a start that takes too long: others must not end
-because of it.
+because of it. One whose node is lost is started when that is back, or another has come in its place.
 """
 
 from __future__ import annotations
@@ -35,6 +35,9 @@ class Ranks(Protocol):
     def has_spare(self, rank: int) -> bool:
         """Whether a process waits for the place of this rank that has its imports done."""
 
+    def lost_node(self, rank: int) -> str | None:
+        """The name of the node of this rank, if it is lost and none has come in its place."""
+
     def tell(self, ranks: Collection[int], kind: str, **fields: Any) -> None:
         """Sends ranks a message, see :mod:`~lightning_resilience.launch.channel`."""
 
@@ -64,7 +67,8 @@ class Member:
         since: When it was started; for the policy's clock.
         state: What it has said last; ``starting``: nothing since it was started.
         reason: Why it has refused.
-        fewer: Why its fit cannot go on with fewer ranks; empty: it can; ``None``: it was not in a fit yet.
+        fewer: Why its fit cannot go on with fewer ranks; empty: it can; ``None``: neither it nor a process of its slot
+            before it was in a fit yet.
         tasks: Why no other rank can take those of rank 0; the same.
         exit_code: How its process has ended, as ``subprocess`` gives it: of a signal the negative number.
     """
@@ -98,6 +102,12 @@ def how_ended(exit_code: int) -> str:
     return str(Death(-exit_code if exit_code < 0 else exit_code << 8))
 
 
+def named(ranks: Collection[int]) -> str:
+    """These ranks, in a sentence."""
+    *others, last = map(str, sorted(ranks))
+    return f"ranks {', '.join(others)} and {last}" if others else f"rank {last}"
+
+
 class Newcomers:
     """Those that are on their way.
 
@@ -107,20 +117,25 @@ class Newcomers:
     Attributes:
         coming: Those that were started and are in no generation yet, by slot.
         leaving: Those that are being ended.
+        away: Slots whose node is lost: they are started when there is one.
         given_up: Slots for which none is started any more.
     """
 
     def __init__(self, ranks: Ranks) -> None:
         self.coming: dict[int, Member] = {}
         self.leaving: dict[int, Member] = {}
+        self.away: set[int] = set()
         self.given_up: set[int] = set()
         self._ranks = ranks
         self._first_at_door: float | None = None
 
     def start(self, slots: Collection[int], generation: int, now: float) -> None:
-        """Starts newcomers."""
-        self.coming.update({slot: Member(slot, generation, now) for slot in slots})
-        self._ranks.start(slots, generation, is_newcomer=True)
+        """Starts newcomers, as soon as their nodes are there."""
+        away = {slot for slot in slots if self._ranks.lost_node(slot) is not None}
+        self.away |= away
+        if here := sorted({*slots} - away):
+            self.coming.update({slot: Member(slot, generation, now) for slot in here})
+            self._ranks.start(here, generation, is_newcomer=True)
 
     @property
     def at_door(self) -> list[int]:
@@ -180,6 +195,10 @@ class Newcomers:
             How many there were then.
         """
         self.leaving = {slot: each for slot, each in self.leaving.items() if each.exit_code is None}
+        if back := sorted(slot for slot in self.away if self._ranks.lost_node(slot) is None):
+            self.away.difference_update(back)
+            log_line(f"There is a node again for {named(back)}: starting {'it' if len(back) == 1 else 'them'} there.")
+            self.start(back, generation, now)
         for slot, each in sorted(self.coming.items()):
             who = f"The replacement of rank {slot}"
             if each.exit_code is None:
@@ -188,14 +207,16 @@ class Newcomers:
                     self.end(now, [each])
                 continue
             del self.coming[slot]
-            how = f"{who} {how_ended(each.exit_code)}"
+            node = self._ranks.lost_node(slot)
+            how = f"{who} {how_ended(each.exit_code) if node is None else f'was lost with {node}'}"
             if not is_replaceable(each.exit_code):
                 self._give_up(slot, f"{who} ended with exit code {each.exit_code} before its fit")
             elif restarts >= max_restarts:
                 self._give_up(slot, f"{how}, and no restart inside the job is left")
             else:
                 restarts += 1
-                log_line(f"{how}: starting another one (restart {restarts}).")
+                when = "" if node is None else " when its node is back"
+                log_line(f"{how}: starting another one{when} (restart {restarts}).")
                 self.start([slot], generation, now)
         return restarts
 
@@ -205,6 +226,6 @@ class Newcomers:
 
     def forget(self) -> None:
         """All ranks are started again."""
-        for each in (self.coming, self.leaving, self.given_up):
+        for each in (self.coming, self.leaving, self.away, self.given_up):
             each.clear()
         self._first_at_door = None

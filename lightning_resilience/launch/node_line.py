@@ -18,12 +18,12 @@ kind        from -> to                meaning, and its other fields
 ``end``     first node -> follower    it is over, with ``code``
 ``said``    follower -> first node    the rank of a ``life`` has said ``message``, with ``fields``
 ``ended``   follower -> first node    the process of a ``life`` has ended with ``code``
-``settled`` follower -> first node    the answer to ``settle``
+``settled`` follower -> first node    the answer to ``settle``; ``spares``: the local ranks for which one is ready
 ``stop``    follower -> first node    its launcher was told to stop
 ``beat``    both                      it lives
 =========== ========================= ==================================================================================
 
-A connection that is closed, or silent for 30 s, is a lost node.
+A connection that is closed, or silent for 30 s, is a lost node. Its follower ends its ranks, and joins again.
 
 Imports neither torch nor Lightning.
 """

@@ -16,7 +16,12 @@ from pathlib import Path
 import psutil
 
 from lightning_resilience._files import read_json, write_json
-from lightning_resilience.run.deadlines import BEAT_INTERVAL_S
+from lightning_resilience.run.deadlines import BEAT_INTERVAL_S, FIRST_NODE_STILL_AFTER_S
+
+BOARD = "decision.json"
+"""The plan's name in the run directory."""
+
+_READ_EVERY_S = 1.0
 
 
 class FirstNodeMissing(Exception):
@@ -168,6 +173,33 @@ class Board:
         return None
 
 
+class Pulse:
+    """Whether the first node still works at a plan, as another node sees it.
+
+    Args:
+        board: Where it is published.
+        run_id: Id of the rendezvous.
+    """
+
+    def __init__(self, board: Board, run_id: str) -> None:
+        self._board, self._run_id = board, run_id
+        self._last: Plan | None = None
+        self._moved_at = self._read_at = 0.0
+
+    def has_stopped(self) -> bool:
+        """Whether it has another plan or none, or has shown no sign of life for a while; to be called often."""
+        now = time.monotonic()
+        if now - self._read_at < _READ_EVERY_S:
+            return False
+        self._read_at = now
+        plan = self._board.read()
+        if plan is not None and (plan.run_id != self._run_id or plan.exit_code is not None):
+            return True
+        if plan != self._last or self._moved_at == 0.0:
+            self._last, self._moved_at = plan, now
+        return now - self._moved_at > FIRST_NODE_STILL_AFTER_S
+
+
 def why_not_excluded(run_dir: Path, nodes: Collection[str], count: int) -> str | None:
     """Why the run would go on with these nodes if a rank asked to go on without them; ``None`` also if it is not known.
 
@@ -176,7 +208,7 @@ def why_not_excluded(run_dir: Path, nodes: Collection[str], count: int) -> str |
         nodes: Their names.
         count: How many nodes are at work, with these.
     """
-    plan = Board(run_dir / "decision.json", "").read()
+    plan = Board(run_dir / BOARD, "").read()
     if plan is None or plan.run_id != os.environ.get("TORCHELASTIC_RUN_ID"):
         return None if count > 1 else "there is no other node to go on with"
     return plan.why_not_excluded(nodes, count)

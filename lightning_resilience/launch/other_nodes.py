@@ -76,6 +76,7 @@ class OtherNode:
 
     Attributes:
         is_lost: Whether its connection has ended.
+        spares: The local ranks for which a spare process was ready when it was last asked.
         has_stopped: Whether its launcher was told to stop.
     """
 
@@ -88,6 +89,7 @@ class OtherNode:
     ) -> None:
         self.line, self.name, self.node_rank = line, name, node_rank
         self.is_lost = self.has_stopped = False
+        self.spares: frozenset[int] = frozenset()
         self._heard = heard
         self._lives: list[RemoteProcess] = []
         self._asked = self._answered = 0
@@ -124,6 +126,14 @@ class OtherNode:
         """
         self.line.send("tell", rank=rank, message=kind, fields=fields)
 
+    def has_spare(self, rank: int) -> bool:
+        """Whether a spare process is ready for a rank.
+
+        Args:
+            rank: Its local rank.
+        """
+        return not self.is_lost and rank in self.spares
+
     def settle(self) -> None:
         """Asks for all that its ranks have said."""
         self._asked += 1
@@ -142,6 +152,7 @@ class OtherNode:
         if message.kind == "ended":
             self._lives[fields["life"]].returncode = int(fields["code"])
         elif message.kind == "settled":
+            self.spares = frozenset(map(int, fields["spares"]))
             self._answered = int(fields["number"])
         elif message.kind == "stop":
             self.has_stopped = True
@@ -217,10 +228,14 @@ class OtherNodes:
                 raise NodesMissing(f"{len(present)} of {self._others} other nodes have come")
             time.sleep(_POLL_S)
 
-    @property
-    def lost(self) -> list[str]:
-        """The names of nodes that are lost."""
-        return [node.name for node in self.nodes if node.is_lost]
+    def readmit(self) -> None:
+        """Nodes that have come since take the places of those that are lost."""
+        free = [node for node in self._joined if not node.is_lost and node not in self.nodes]
+        for place, node in enumerate(self.nodes):
+            fits = [each for each in free if each.node_rank in (None, place + 1)]
+            if node.is_lost and fits:
+                self.nodes[place] = fits[0]
+                free.remove(fits[0])
 
     @property
     def have_stopped(self) -> bool:
@@ -284,6 +299,7 @@ class OtherNodes:
                 if node_rank is not None and other.node_rank == node_rank:
                     other.line.close()  # it was started again
             self._joined.append(OtherNode(line, said["node"], node_rank, self._heard))
+            self._heard(None, Message("joined", {}, []))
         except (OSError, TypeError, KeyError):  # it is gone, or says something else
             connection.close()
         finally:

@@ -33,7 +33,7 @@ from lightning_resilience.detect.hangs.watchdog import put_off_s, start_soon
 from lightning_resilience.launch import membership, park
 from lightning_resilience.launch.budget import allows_restart
 from lightning_resilience.launch.job_info import job_info
-from lightning_resilience.launch.nodes import Board
+from lightning_resilience.launch.nodes import BOARD, Board
 from lightning_resilience.launch.processes import end_what_earlier_ranks_left
 from lightning_resilience.launch.rank_output import redirect_streams
 from lightning_resilience.launch.record import FIRST, newest
@@ -218,7 +218,7 @@ def _wait_for_other_nodes(run_directory: RunDirectory) -> None:
     run_id = os.environ.get("TORCHELASTIC_RUN_ID")
     if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
         return
-    plan = Board(run_directory.path / "decision.json", "").read()
+    plan = Board(run_directory.path / BOARD, "").read()
     if plan is None or plan.owner != os.environ.get(FIRST_LAUNCH_VARIABLE):
         return
     history, count = read_history(run_directory.ledger), int(os.environ.get("GROUP_WORLD_SIZE", "1"))

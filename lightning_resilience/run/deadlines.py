@@ -208,6 +208,9 @@ NODE_BEAT_S = 2.0
 NODE_SILENT_AFTER_S = 30.0
 """A node of which nothing was heard for so long is lost."""
 
+FIRST_NODE_STILL_AFTER_S = 30.0
+"""A node that has lost the first one looks for it as long as its decision has moved in so much time."""
+
 NODE_JOINS_WITHIN_S = 10.0
 """How long a node may take to prove that it belongs to the run."""
 
