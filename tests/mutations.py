@@ -1057,6 +1057,41 @@ GUARDS = [
         "False for each in grown",
         "tests/test_budget.py::test_to_take_ranks_in_again_is_no_failure",
     ),
+    Guard(
+        "elastic: no newcomer is started on a node that is lost",
+        "launch/newcomers.py",
+        "away = {slot for slot in slots if self._ranks.lost_node(slot) is not None}",
+        "away = set[int]()",
+        "tests/test_going_on.py::test_the_others_go_on_without_a_lost_node_and_take_its_ranks_in_when_it_is_back",
+    ),
+    Guard(
+        "elastic: a restart does not wait for a node without which the others can go on",
+        "launch/loss_policy.py",
+        "return there if can else self._slots",
+        "return self._slots",
+        "tests/test_going_on.py::test_a_restart_does_not_wait_for_a_lost_node",
+    ),
+    Guard(
+        "elastic: what the fit can is known of a rank that is started again",
+        "launch/loss_policy.py",
+        "fewer=last.fewer, tasks=last.tasks)",
+        "fewer=None, tasks=None)",
+        "tests/test_going_on.py::test_a_restart_does_not_wait_although_a_rank_was_started_again",
+    ),
+    Guard(
+        "elastic: a node that has lost the first one joins again",
+        "launch/follower.py",
+        "is not None or self._has_stopped:",
+        "is not None or True:",
+        "tests/test_elastic_nodes.py::test_all_are_started_again_when_a_lost_node_is_back",
+    ),
+    Guard(
+        "elastic: nobody is looked for who has another plan, or shows no sign of life",
+        "launch/nodes.py",
+        "if plan is not None and (plan.run_id != self._run_id or plan.exit_code is not None):",
+        "if False:",
+        "tests/test_elastic_nodes.py::test_a_first_node_that_was_lost_is_looked_for_as_long_as_it_lives",
+    ),
 ]
 
 

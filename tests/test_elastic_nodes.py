@@ -11,8 +11,10 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -22,12 +24,13 @@ import torch
 from lightning_resilience.checkpoint.generations import rank_locations
 from lightning_resilience.fit import last_boundary
 from lightning_resilience.fit.last_boundary import ranks_to_save
-from lightning_resilience.launch import follower, node_line
+from lightning_resilience.launch import follower, node_line, nodes
 from lightning_resilience.launch.channel import Channel
 from lightning_resilience.launch.elastic import Supervisor
 from lightning_resilience.launch.follower import FirstNodeLost, Follower
 from lightning_resilience.launch.membership import Membership, Replacement
 from lightning_resilience.launch.node_line import Line
+from lightning_resilience.launch.nodes import BOARD, Board, Plan, Pulse
 from lightning_resilience.launch.other_nodes import OtherNodes, numbered
 from lightning_resilience.run import deadlines
 from lightning_resilience.run.ledger import node_name
@@ -59,7 +62,8 @@ class Node:
         ([None, 1], [1, 0]),  # a spare takes the place that is left
         ([1], None),
         ([1, 1], None),
-        ([3, 1], None),  # there is no such place
+        ([3, 1], [1, 0]),  # of three nodes one was left out
+        ([2, 3], [1, 0]),
         ([None, None, None], [0, 1]),
     ],
 )
@@ -137,6 +141,31 @@ def test_a_node_does_not_follow_somebody_who_does_not_know_the_secret() -> None:
         with pytest.raises(FirstNodeLost):
             follower.join(server.getsockname(), lambda: SECRET, None, 1)
         server.shutdown(socket.SHUT_RDWR)
+
+
+def test_a_first_node_that_was_lost_is_looked_for_as_long_as_it_lives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 100.0
+    monkeypatch.setattr(nodes, "time", SimpleNamespace(monotonic=lambda: now))
+    board = Board(tmp_path / BOARD, "launch")
+    plan = Plan("launch", "abc", max_restarts=3, job_attempt=0)
+    pulse = Pulse(Board(tmp_path / BOARD, ""), "abc")
+    assert not pulse.has_stopped(), "the storage may not answer for a while"
+    for _ in range(3):
+        plan = replace(plan, beat=plan.beat + 1)
+        board.publish(plan)
+        now += deadlines.FIRST_NODE_STILL_AFTER_S - 1.0
+        assert not pulse.has_stopped()
+    now += deadlines.FIRST_NODE_STILL_AFTER_S + 1.0
+    assert pulse.has_stopped()
+    for over in (replace(plan, beat=9, exit_code=0), replace(plan, beat=9, run_id="another")):
+        board.publish(replace(plan, beat=8))
+        pulse = Pulse(Board(tmp_path / BOARD, ""), "abc")
+        assert not pulse.has_stopped()
+        board.publish(over)
+        now += 2.0
+        assert pulse.has_stopped()
 
 
 def test_a_secret_that_others_can_read_is_none(tmp_path: Path) -> None:

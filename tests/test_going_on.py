@@ -416,6 +416,20 @@ def test_a_restart_does_not_wait_for_a_lost_node(lines: list[str]) -> None:
     assert run.started == [[3]]
 
 
+def test_a_restart_does_not_wait_although_a_rank_was_started_again() -> None:
+    run = Run()
+    run.come_together(tasks="it logs")
+    run.lose(0)  # for which the others wait
+    run.away = {2}
+    run.lose(2)
+    run.lose(0)
+    run.policy.ended(1, 1)
+    run.told.clear()
+    run.started.clear()
+    run.step()
+    assert run.started == [[0, 1]]
+
+
 def test_a_newcomer_that_is_lost_with_its_node_is_started_when_that_is_back(lines: list[str]) -> None:
     run = Run()
     run.lose(2)

@@ -34,6 +34,7 @@ from lightning_resilience.faults import SimulatedFault
 from lightning_resilience.fit import context
 from lightning_resilience.launch.budget import Budget
 from lightning_resilience.launch.cli import _batch_script, _parse, launch_settings
+from lightning_resilience.launch.job import elastic_command
 from lightning_resilience.launch.schedulers.slurm import Slurm
 from lightning_resilience.recipes import JOBS, RECIPE_VARIABLE, RECIPES, Job
 from lightning_resilience.run.run_directory import RUN_DIR_VARIABLE, RunDirectory
@@ -256,16 +257,33 @@ def test_the_options_of_a_job_say_what_it_is(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("given", [["--elastic"], ["--recipe", "elastic"]])
-def test_ranks_are_replaced_on_a_fixed_number_of_nodes(
+def test_ranks_are_replaced_on_any_number_of_nodes(
     given: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     script = tmp_path / "train.py"
     script.touch()
-    for nodes in ("1", "2", "2:2"):
-        assert launch_settings([*given, f"--nnodes={nodes}", "--rdzv-endpoint=host:1", str(script)]).elastic
+    for nodes, more, when_lost, expected in (
+        ("1", [], "hold", "1"),
+        ("2", [], "hold", "2"),
+        ("2:2", [], "hold", "2:2"),
+        ("2:4", [], "go_on", "2:4"),
+        ("4", ["--when-lost=go-on"], "go_on", "1:4"),
+        ("1", ["--when-lost=go-on"], "go_on", "1"),
+    ):
+        settings = launch_settings([*given, *more, f"--nnodes={nodes}", "--rdzv-endpoint=host:1", str(script)])
+        assert (settings.elastic, settings.when_lost, settings.nnodes) == (True, when_lost, expected)
     with pytest.raises(SystemExit):
-        launch_settings([*given, "--nnodes=1:2", "--rdzv-endpoint=host:1", str(script)])
-    assert f"{' '.join(given)} needs a fixed number of nodes, such as --nnodes 2" in capsys.readouterr().err
+        launch_settings([*given, "--when-lost=hold", "--nnodes=1:2", "--rdzv-endpoint=host:1", str(script)])
+    assert "--nnodes 1:2 goes on without lost nodes" in capsys.readouterr().err
+
+
+def test_as_many_nodes_as_there_may_be_begin_and_as_many_as_there_must_be_go_on(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.touch()
+    given = ["--elastic", "--nnodes=2:4", "--nproc-per-node=2", "--rdzv-endpoint=host:1", "--node-rank=1"]
+    command, _ = elastic_command(launch_settings([*given, str(script)]), "id", 3)
+    for option in ("--nnodes=4", "--min-nodes=2", "--when-lost=go_on", "--follow", "--node-rank=1"):
+        assert option in command
 
 
 @pytest.mark.parametrize(
@@ -273,8 +291,10 @@ def test_ranks_are_replaced_on_a_fixed_number_of_nodes(
     [
         (["--when-lost=go-on"], "is an option of --elastic"),
         (["--elastic", "--min-ranks=2"], "needs --when-lost go-on"),
-        (["--elastic", "--when-lost=go-on", "--nnodes=2", "--rdzv-endpoint=host:1"], "is for one node"),
-        (["--elastic", "--when-lost=go-on", "--min-ranks=3", "--nproc-per-node=2"], "more than --nproc-per-node 2"),
+        (
+            ["--elastic", "--when-lost=go-on", "--min-ranks=3", "--nproc-per-node=2"],
+            "3 is more than the 2 that there are",
+        ),
     ],
 )
 def test_what_the_others_do_meanwhile_is_refused_where_it_would_do_nothing(

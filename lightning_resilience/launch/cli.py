@@ -333,14 +333,14 @@ def _parser() -> argparse.ArgumentParser:
     here.add_argument(
         "--elastic",
         action="store_true",
-        help="replace a killed rank while the others keep their processes (DDP, a fixed number of nodes); what cannot "
-        "be replaced is restarted as without it",
+        help="replace a killed rank while the others keep their processes (DDP); what cannot be replaced is restarted, "
+        "as without it",
     )
     here.add_argument(
         "--when-lost",
         choices=("hold", "go-on"),
         help="with --elastic, when no spare process is ready for a lost rank: the others wait for its replacement, or "
-        "train for it, too, until it is back; on one node (default: hold)",
+        "train for it, too, until it is back (default: hold, and go-on with --nnodes MIN:MAX)",
     )
     here.add_argument(
         "--min-ranks",

@@ -106,7 +106,7 @@ class LaunchSettings:
         monitoring: Whom to show the run to.
         elastic: Whether a lost rank is replaced while the others keep their processes.
         when_lost: With ``elastic``, whether those wait for a replacement for which no spare is ready.
-        min_ranks: With ``go_on``: with how many ranks the run goes on at least.
+        min_ranks: With ``go_on``: with how many ranks the run goes on at least; and on MIN nodes of ``nnodes``.
     """
 
     command: list[str]

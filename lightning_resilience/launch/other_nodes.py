@@ -232,7 +232,7 @@ class OtherNodes:
         """Nodes that have come since take the places of those that are lost."""
         free = [node for node in self._joined if not node.is_lost and node not in self.nodes]
         for place, node in enumerate(self.nodes):
-            fits = [each for each in free if each.node_rank in (None, place + 1)]
+            fits = [each for each in free if _place(each, len(self.nodes)) in (None, place)]
             if node.is_lost and fits:
                 self.nodes[place] = fits[0]
                 free.remove(fits[0])
@@ -308,7 +308,7 @@ class OtherNodes:
 
 
 def numbered(nodes: list[OtherNode], count: int) -> list[OtherNode] | None:
-    """These nodes by their numbers, the first of which is 1; those without one come in the order in which they came.
+    """These nodes by their numbers, the first of which is 1; those without a place come in the order of their coming.
 
     Args:
         nodes: Who is there.
@@ -319,8 +319,13 @@ def numbered(nodes: list[OtherNode], count: int) -> list[OtherNode] | None:
     """
     places: list[OtherNode | None] = [None] * count
     for node in nodes:
-        if node.node_rank is not None and 1 <= node.node_rank <= count:
-            places[node.node_rank - 1] = node
-    others = iter([node for node in nodes if node.node_rank is None])
+        if (place := _place(node, count)) is not None:
+            places[place] = node
+    others = iter([node for node in nodes if _place(node, count) is None])
     found = [node if node is not None else next(others, None) for node in places]
     return None if None in found else [node for node in found if node is not None]
+
+
+def _place(node: OtherNode, count: int) -> int | None:
+    """The place that is this node's; ``None``: any, since it has no number, or one of more nodes than there are now."""
+    return node.node_rank - 1 if node.node_rank is not None and 1 <= node.node_rank <= count else None
