@@ -288,7 +288,10 @@ def is_unplugged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return unplugged
 
 
-def test_all_are_started_again_when_a_lost_node_is_back(tmp_path: Path, is_unplugged: Path) -> None:
+def test_all_are_started_again_when_a_lost_node_is_back(
+    tmp_path: Path, is_unplugged: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(deadlines, "FIRST_NODE_WITHIN_S", 20.0)
     is_unplugged.touch()
     code, codes, started = supervise(tmp_path, "ready()\nif not life: hear()")
     assert (code, codes) == (0, [0])

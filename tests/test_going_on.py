@@ -420,14 +420,12 @@ def test_a_restart_does_not_wait_although_a_rank_was_started_again() -> None:
     run = Run()
     run.come_together(tasks="it logs")
     run.lose(0)  # for which the others wait
-    run.away = {2}
-    run.lose(2)
-    run.lose(0)
-    run.policy.ended(1, 1)
-    run.told.clear()
+    run.away = {1, 2}
+    run.lose(1, 2)
     run.started.clear()
+    run.lose(0)
     run.step()
-    assert run.started == [[0, 1]]
+    assert run.started == [[0]], "those that have said what the fit can are gone"
 
 
 def test_a_newcomer_that_is_lost_with_its_node_is_started_when_that_is_back(lines: list[str]) -> None:
