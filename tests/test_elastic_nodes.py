@@ -539,8 +539,11 @@ def test_a_stop_of_the_other_node_saves_and_ends_both(tmp_path: Path) -> None:
     assert (result(config), samples(config)) == undisturbed(tmp_path, **options), output.read_text()
 
 
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM], ids=["killed", "told to stop"])
 @pytest.mark.slow
-def test_the_first_node_trains_on_while_the_other_is_away_and_takes_its_ranks_in(tmp_path: Path) -> None:
+def test_the_first_node_trains_on_while_the_other_is_away_and_takes_its_ranks_in(
+    tmp_path: Path, signum: signal.Signals
+) -> None:
     options: dict[str, Any] = {"trainer": {"max_epochs": 3}}
     config = with_ranks(make(tmp_path, "disturbed", **options), 3)
     config["trainer"] = {**config["trainer"], "devices": 1, "num_nodes": 3}
@@ -548,11 +551,13 @@ def test_the_first_node_trains_on_while_the_other_is_away_and_takes_its_ranks_in
     is_back = f"{config['run_dir']}/logs/attempt-4/*"  # behind that of all, that of two, and that of who comes back
     wait = {"at": "train", "rank": 0, "do": "sleep", "seconds": 0.0, "within_s": 200, "once": True}
     config["events"] = [{**wait, "step": 13, "after_file": str(is_lost)}, {**wait, "step": 30, "after_file": is_back}]
-    nodes = start_nodes(config, 1, output := tmp_path / "output", "--nnodes=2:3", "--spares=off", count=3)
+    nodes = start_nodes(
+        config, 1, output := tmp_path / "output", "--nnodes=2:3", "--spares=off", "--section-timeouts=none", count=3
+    )
     try:
         wait_until(lambda: any(event["step"] == 10 for event in events_of(config, "saved")), within_s=100.0)
-        nodes[1].kill()
-        nodes[1].wait()
+        nodes[1].send_signal(signum)
+        assert nodes[1].wait(100.0) == (-signum if signum == signal.SIGKILL else 75)
         is_lost.touch()
         wait_until(lambda: len(events_of(config, "replaced")) == 1, within_s=100.0)
         nodes[1] = start(nodes[1].args, output)
@@ -562,7 +567,8 @@ def test_the_first_node_trains_on_while_the_other_is_away_and_takes_its_ranks_in
             node.kill()
     assert codes == [0, 0, 0], output.read_text()
     changed = [(each["ranks"], each["members"]) for each in events_of(config, "replaced")]
-    assert changed == [([1], [0, 2]), ([], [0, 1, 2])], output.read_text()
+    lost = [1] if signum == signal.SIGKILL else []  # it is no failure
+    assert changed == [(lost, [0, 2]), ([], [0, 1, 2])], output.read_text()
     wanted, steps = test_absent_ranks.undisturbed(tmp_path, 3, **options)
     assert test_absent_ranks.samples(config["log"]) == steps
     torch.testing.assert_close(state_at_the_end(config), state_at_the_end(wanted), rtol=1e-4, atol=1e-6)

@@ -37,6 +37,7 @@ class Run:
         self.now = 0.0
         self.spares: set[int] = set()
         self.away: set[int] = set()
+        self.dismissed: list[list[int]] = []
         self.started: list[list[int]] = []
         self.told: list[tuple[list[int], Any]] = []
         self.signalled: list[tuple[list[int], int]] = []
@@ -65,6 +66,10 @@ class Run:
     def tell(self, ranks: Collection[int], kind: str, **fields: Any) -> None:
         if ranks:
             self.told.append((sorted(ranks), fields.get("members", kind)))
+
+    def dismiss(self, ranks: Collection[int]) -> None:
+        self.dismissed.append(sorted(ranks))
+        self.away |= set(ranks)
 
     def send_signal(self, ranks: Collection[int], signum: signal.Signals) -> None:
         if ranks:
@@ -395,6 +400,34 @@ def test_all_are_restarted_where_they_cannot_go_on_without_a_lost_node() -> None
     run.policy.ended(1, 1)
     run.step()
     assert run.started == [[0, 1, 2, 3]], "the supervisor waits for a node"
+
+
+def test_the_others_go_on_without_a_node_that_is_told_to_stop(lines: list[str]) -> None:
+    run = Run(size=4)
+    run.policy.ask_to_leave(range(2, 4))
+    run.step()
+    assert not run.told, "the others may be told to stop, too"
+    run.step(deadlines.STOP_REACHES_ALL_WITHIN_S)
+    assert run.told == [([0, 1], [0, 1])]
+    assert run.dismissed == [[2, 3]]
+    assert (run.policy.restarts, run.recorded) == (0, [([], [0, 1], [0, 1])])
+    assert lines == ["The node of ranks 2 and 3 was told to stop: going on with 2 of 4 ranks."]
+    run.come_together()
+    run.away = set()
+    run.step()
+    assert run.started == [[2, 3]]
+
+
+@pytest.mark.parametrize(("min_ranks", "asks_all"), [(3, False), (1, True)], ids=["too few are left", "all are told"])
+def test_all_stop(min_ranks: int, asks_all: bool) -> None:
+    run = Run(size=4, min_ranks=min_ranks)
+    run.policy.ask_to_leave(range(2, 4))
+    run.step()
+    if asks_all:
+        run.policy.ask_to_stop()
+        run.step()
+    assert run.signalled == [([0, 1, 2, 3], signal.SIGTERM)]
+    assert not run.dismissed
 
 
 def test_a_restart_does_not_wait_for_a_lost_node(lines: list[str]) -> None:

@@ -144,6 +144,7 @@ class Schedule:
         newcomers_fail: Which newcomers raise an error of the user's own before their fit.
         node: The ranks on the second node: when one of them falls, all are lost with it.
         away_s: How long it is away then.
+        leaves_at: After how many turns the second node is told to stop.
     """
 
     seed: int
@@ -165,6 +166,7 @@ class Schedule:
     newcomers_fail: frozenset[int] = frozenset()
     node: frozenset[int] = frozenset()
     away_s: float = 0.0
+    leaves_at: int | None = None
 
     @classmethod
     def of(cls, seed: int) -> Schedule:
@@ -227,7 +229,8 @@ class Schedule:
         falls = {(min(node), turn) if chosen.random() < 0.5 else (rank, turn) for rank, turn in base.falls if rank >= 0}
         falls |= {each for each in base.falls if each[0] == SUPERVISOR}
         away_s = chosen.choice([0.0, 0.3, 1.0, 3.0, 60.0])
-        return replace(base, falls=frozenset(falls), node=node, away_s=away_s)
+        leaves_at = chosen.randrange(200, 1500) if chosen.random() < 0.5 else None
+        return replace(base, falls=frozenset(falls), node=node, away_s=away_s, leaves_at=leaves_at)
 
 
 class Strand:
@@ -608,7 +611,8 @@ class Simulation:
         self.supervisor_is_dead = False
         self.replaced_in = -1
         self.is_there_at = 0.0  # the second node
-        self.nodes_lost = self.newcomers_away = self.restarted_without = 0
+        self.has_left = False
+        self.dismissed = self.nodes_lost = self.newcomers_away = self.restarted_without = 0
 
     # -- the scheduler -------------------------------------------------------------------------------------------------
 
@@ -734,6 +738,9 @@ class Simulation:
             heard = self.look()
             if self.schedule.stop_at is not None and sum(self.turns.values()) >= self.schedule.stop_at:
                 self.policy.ask_to_stop()
+            if (at := self.schedule.leaves_at) is not None and not self.has_left and sum(self.turns.values()) >= at:
+                self.policy.ask_to_leave(self.schedule.node)
+                self.last_disturbance, self.has_left = self.now, True
             self.policy.step(self.now, heard)
             self.pause(self.policy.wakes_at, self.has_news)
         if living := [each.slot for each in self.processes if each.exit_code is None]:
@@ -811,6 +818,19 @@ class Simulation:
 
     def lost_node(self, rank: int) -> str | None:
         return "the second" if rank in self.schedule.node and self.now < self.is_there_at else None
+
+    def dismiss(self, ranks: Collection[int]) -> None:
+        if {*ranks} != self.schedule.node:
+            raise Violation(f"{ranks} leave, and are not the second node")
+        if self.schedule.node & self.policy.members.keys():
+            raise Violation(f"{ranks} leave, and are members")
+        self.last_disturbance = self.is_there_at = self.now + self.schedule.away_s
+        self.dismissed += 1
+        for process in self.processes:
+            if process.slot in ranks and process.exit_code is None:
+                process.was_disturbed = process.is_lost_with_node = True
+                self.newcomers_away += not process.is_member
+                self.end(process, -signal.SIGKILL)
 
     def can_go_on(self, ranks: Collection[int]) -> bool:
         """Whether these can without the others."""
@@ -1198,7 +1218,7 @@ class Simulation:
         members = policy.members.keys()
         self.check_members([*members])
         finished = {slot for slot in members if self.members[slot].has_finished}
-        stopped = schedule.stop_at is not None and self.policy._stop_asked
+        stopped = bool(schedule.stop_at or schedule.leaves_at) and self.policy._stop_asked
         if result == 0 and finished < members:
             steps = {self.stopped.get(slot) for slot in members}
             if not stopped or len(steps) > 1 or None in steps:
@@ -1300,6 +1320,7 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> Any:
         (local_saves, "time", Virtual),
         (own_part, "_Sources", lambda: sources),
         (loss_policy, "log_line", lambda text, is_detail=False: None),
+        (deadlines, "STOP_REACHES_ALL_WITHIN_S", 0.1),  # of a run of seconds
         (newcomers, "log_line", lambda text, is_detail=False: None),
     ):
         monkeypatch.setattr(module, name, value)
@@ -1351,6 +1372,7 @@ def run_all(seeds: Iterable[int], folder: Path, schedule: Callable[[int], Schedu
         found["newcomers lost"] += done.newcomers_lost
         found["given up"] += bool(done.policy._newcomers.given_up)
         found["nodes lost"] += done.nodes_lost
+        found["nodes that leave"] += done.dismissed
         found["restarted without a node"] += done.restarted_without
     return found
 
@@ -1381,7 +1403,8 @@ def test_every_run_that_loses_nodes_ends_as_the_undisturbed_one(folder: Path, se
     assert found["finished"] > 0.5 * len(seeds)
     for each in ("gone on with fewer", "taken in", "restarts"):
         assert found[each] > 0.05 * len(seeds), each
-    assert found["restarted without a node"] > 0.001 * len(seeds)
+    for each in ("restarted without a node", "nodes that leave"):
+        assert found[each] > 0.001 * len(seeds), each
 
 
 @pytest.mark.campaign

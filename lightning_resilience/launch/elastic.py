@@ -154,8 +154,9 @@ class Supervisor:
             self._others.close_silent()
             if self._goes_on:
                 self._others.readmit()
-            if self._others.have_stopped:
-                self._policy.ask_to_stop()
+            for number, node in enumerate(self._others.nodes, 1):
+                if node.has_stopped and not node.is_lost:
+                    self._policy.ask_to_leave(range(number * self._count, (number + 1) * self._count))
             if ended - self._ended:
                 self._others.settle()
             are_heard = are_heard and self._others.are_settled
@@ -200,6 +201,12 @@ class Supervisor:
         """See :class:`~lightning_resilience.launch.newcomers.Ranks`."""
         node = self._node(self._place(rank)[0])
         return node.name if node is not None and node.is_lost else None
+
+    def dismiss(self, ranks: Collection[int]) -> None:
+        """See :class:`~lightning_resilience.launch.newcomers.Ranks`."""
+        for node in {self._node(self._place(rank)[0]) for rank in ranks}:
+            if node is not None:
+                node.dismiss()
 
     def tell(self, ranks: Collection[int], kind: str, **fields: Any) -> None:
         """See :class:`~lightning_resilience.launch.newcomers.Ranks`."""

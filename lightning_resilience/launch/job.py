@@ -677,6 +677,8 @@ class Launch:
                     plan = self._board.wait_for(plan, deadlines.OWNER_LOST_AFTER_S, lambda: bool(self._stop))
                     continue
                 exit_code = self._run_workers(plan, self._is_superseded)
+                if self._stop and self.settings.when_lost == "go_on":
+                    return exit_codes.INTERRUPTED  # whether the others have stopped, too, or go on without this node
                 self._record.update(ended={"run_id": plan.run_id, "exit_code": exit_code})
                 plan = self._board.wait_for(plan, deadlines.OWNER_LOST_AFTER_S, lambda: self._stop.now)
         except AnotherLaunch as other:

@@ -82,6 +82,8 @@ class LossPolicy:
         self._slots = list(range(world_size))
         self._goes_on, self._min_ranks = when_lost == "go_on", min_ranks
         self._newcomers = Newcomers(ranks)
+        self._leaving: set[int] = set()
+        self._leaving_since: float | None = None
         self._joining: set[int] = set()  # in the present generation, and nobody was lost
         self._max_restarts = max_restarts
         self._term_timeout_s = term_timeout_s
@@ -120,6 +122,13 @@ class LossPolicy:
         """The ranks are to save and end."""
         self._stop_asked = True
 
+    def ask_to_leave(self, slots: Collection[int]) -> None:
+        """The node of these ranks is to stop: the others go on without them, or all ranks save and end."""
+        if self._goes_on and self._why_not_without([slot for slot in self._slots if slot not in slots]) is None:
+            self._leaving |= set(slots)
+        else:
+            self.ask_to_stop()
+
     @property
     def is_stopping(self) -> bool:
         """Whether that was asked for."""
@@ -156,6 +165,13 @@ class LossPolicy:
             self._check_replacement(now, now - self._replacing_since)
         elif self._stop_asked:  # not while ranks are replaced: they could not save
             self._stop(now)
+        elif self._leaving and self._are_in_fit():
+            # A scheduler that stops all nodes does not reach them at once.
+            self._leaving_since = now if self._leaving_since is None else self._leaving_since
+            leaves_at = self._leaving_since + deadlines.STOP_REACHES_ALL_WITHIN_S
+            self.wakes_at = min(self.wakes_at, leaves_at)
+            if now >= leaves_at:
+                self._shrink(now)
         elif self._are_in_fit() and (opens_at := self._newcomers.opens_at(now)) is not None:
             self.wakes_at = min(self.wakes_at, opens_at)
             if now >= opens_at:
@@ -303,6 +319,20 @@ class LossPolicy:
         are = f"R{named(who)[1:]} {'is' if len(who) == 1 else 'are'}"
         log_line(f"{are} back: going on with {self._count(members)}.")
         self._begin_generation(now, members, {})
+
+    def _shrink(self, now: float) -> None:
+        """Goes on without those that are to leave."""
+        leaving, self._leaving, self._leaving_since = self._leaving, set(), None
+        left = [slot for slot in self.members if slot not in leaving]
+        if self._why_not_without(left) is not None:  # fewer are left than when they were asked
+            return self.ask_to_stop()
+        self._newcomers.end(now, [each for slot, each in self._newcomers.coming.items() if slot in leaving])
+        log_line(f"The node of {named(leaving)} was told to stop: going on with {self._count(left)}.")
+        if len(left) < len(self.members):
+            self._begin_generation(now, left, {})
+        self._ranks.dismiss(leaving)
+        self._newcomers.start(sorted(leaving), self.generation, now)
+        return None
 
     def _begin_generation(self, now: float, members: list[int], lost: Mapping[int, str]) -> None:
         """Has these ranks come together; those of them that are not there are started."""

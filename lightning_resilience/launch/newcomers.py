@@ -38,6 +38,9 @@ class Ranks(Protocol):
     def lost_node(self, rank: int) -> str | None:
         """The name of the node of this rank, if it is lost and none has come in its place."""
 
+    def dismiss(self, ranks: Collection[int]) -> None:
+        """Has the nodes of these ranks end, which were told to stop: from here on they are lost."""
+
     def tell(self, ranks: Collection[int], kind: str, **fields: Any) -> None:
         """Sends ranks a message, see :mod:`~lightning_resilience.launch.channel`."""
 
@@ -50,7 +53,7 @@ class Ranks(Protocol):
         """Records a change of the ranks.
 
         Args:
-            lost: How each rank that was lost has ended; empty: newcomers are taken in.
+            lost: How each rank that was lost has ended; empty: newcomers are taken in, or ranks leave.
             generation: The one that begins.
             members: Who is in it; ``None``: all ranks, always.
             kept: Who keeps its process.

@@ -134,6 +134,11 @@ class OtherNode:
         """
         return not self.is_lost and rank in self.spares
 
+    def dismiss(self) -> None:
+        """Has it end its ranks, and be no part of the run any more."""
+        self.line.send("end", code=0)
+        self._end()
+
     def settle(self) -> None:
         """Asks for all that its ranks have said."""
         self._asked += 1
@@ -236,11 +241,6 @@ class OtherNodes:
             if node.is_lost and fits:
                 self.nodes[place] = fits[0]
                 free.remove(fits[0])
-
-    @property
-    def have_stopped(self) -> bool:
-        """Whether a node was told to stop."""
-        return any(node.has_stopped for node in self.nodes)
 
     def close_silent(self) -> None:
         """Gives up nodes that are silent."""

@@ -208,6 +208,9 @@ NODE_BEAT_S = 2.0
 NODE_SILENT_AFTER_S = 30.0
 """A node of which nothing was heard for so long is lost."""
 
+STOP_REACHES_ALL_WITHIN_S = 3.0
+"""Of several nodes that are told to stop, the last one hears of it so much later than the first at most."""
+
 FIRST_NODE_STILL_AFTER_S = 30.0
 """A node that has lost the first one looks for it as long as its decision has moved in so much time."""
 

@@ -285,7 +285,8 @@ class WorkersStart(_Job, name="start"):
 class RanksReplaced(Event, name="replaced"):
     """`launch --elastic` replaces lost ranks while the others keep their processes.
 
-    With `--when-lost go-on` those go on without them meanwhile. Where no ranks are lost, replacements are taken in.
+    With `--when-lost go-on` those go on without them meanwhile. Where no ranks are lost, replacements are taken in, or
+    ranks leave whose node was told to stop.
     """
 
     ranks: Ranks | None
