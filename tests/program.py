@@ -139,6 +139,8 @@ DEFAULTS: dict[str, Any] = {
     "as_on_gpu": None,  # on the simulated accelerator: {"lag": how many operators behind the host it is}
     "device": None,  # what this process trains on, as it says
     "flips": [],  # {"step": 23, "rank": 1, "what": "weight", "bit": 12}, or "moment", "nan", "anything" with a "seed"
+    "lbfgs": False,
+    "changes_batch": False,  # a step takes its batch apart
     "drifts": False,  # the ranks change their weights in ways of their own
     "spoils": [],  # {"step": 23, "rank": 1, "what": "loss"}, or "gradient"
     "without": None,  # [[epoch, batch]]: what the loader leaves out
@@ -438,6 +440,9 @@ class Module(L.LightningModule):
         if self.config["log"]:
             with open(f"{self.config['log']}.{rank}", "a") as file:
                 file.write(json.dumps([self.config["fit"], step, batch["id"].tolist()]) + "\n")
+        if self.config["changes_batch"]:
+            batch.pop("id")
+            batch["x"].mul_(0.5)
         if do(self.config, "train", step, rank):
             return None
         flip(self.config, step, rank, self)
@@ -543,6 +548,8 @@ class Module(L.LightningModule):
         assert "numpy" in checkpoint or not self.config["numpy"]
 
     def configure_optimizers(self) -> Any:
+        if self.config["lbfgs"]:
+            return torch.optim.LBFGS(self.parameters(), lr=0.01, max_iter=2, tolerance_grad=0.0, tolerance_change=0.0)
         # On an accelerator as the docs advise, so that a step can be skipped there.
         optimizer = torch.optim.AdamW(
             self.parameters(), self.lr, fused=self.config["fused"] or self.config["as_on_gpu"] is not None or None

@@ -99,6 +99,8 @@ def test_steps_are_those_of_the_run_as_it_was_begun(tmp_path: Path, ranks: tuple
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "workers": {"workers": 2},
+    "a step that takes its batch apart": {"changes_batch": True},
+    "an optimizer that makes several steps": {"lbfgs": True},
     "batch norm": {"batch_norm": True},
     "accumulation": {"trainer": {"max_epochs": 3, "accumulate_grad_batches": 3}, "save_every": 1},
     "a schedule that needs the data early": {"one_cycle": True, "workers": 1},
@@ -366,6 +368,14 @@ def test_where_they_cannot_it_is_said_and_rounded_down(tmp_path: Path, why: str,
     batch = re.search(r"continues from batch (\d+) of each rank", output)
     assert batch is not None
     assert int(batch[1]) == 5 * ranks[0] // ranks[1]
+
+
+@pytest.mark.slow
+def test_losses_of_fewer_ranks_are_no_spikes_and_make_none(tmp_path: Path) -> None:
+    callbacks = ["preemption", "auto_resume", "nan_guard"]
+    guard = {"spiky_loss_factor": 2.5, "spike_window": 8}
+    output = assert_the_same_run(tmp_path, 4, 3, 4, callbacks=callbacks, nan_guard=guard)
+    assert "Skipped" not in output
 
 
 def test_what_was_logged_is_merged() -> None:

@@ -177,6 +177,21 @@ def test_a_secret_that_others_can_read_is_none(tmp_path: Path) -> None:
         node_line.read_secret(path)
 
 
+def test_who_takes_the_place_of_a_node_keeps_it(first: OtherNodes, capfd: pytest.CaptureFixture[str]) -> None:
+    lines = [
+        follower.join(("127.0.0.1", first.port), lambda: SECRET, 1, 2, process=process)
+        for process in ("broken", "in its place", "broken", "in its place")
+    ]
+    told = lines[2].receive()  # when its cable is back
+    assert told is not None
+    assert (told.kind, told.fields) == ("end", {"code": 1})
+    wait_until(lambda: [each.is_lost for each in first._joined] == [True, True, False])
+    assert [each.process for each in first._joined] == ["broken", "in its place", "in its place"]
+    assert "another one is node 1 now" in capfd.readouterr().err
+    for line in lines:
+        line.close()
+
+
 def test_a_silent_node_is_lost(monkeypatch: pytest.MonkeyPatch, first: OtherNodes) -> None:
     line = follower.join(("127.0.0.1", first.port), lambda: SECRET, 1, 2)
     first.gather(30, lambda: False)
@@ -280,10 +295,17 @@ def is_unplugged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
     def act(self: Follower, line: Line, message: Any) -> None:
         if message.kind == "said" and unplugged.exists():
-            unplugged.unlink()
+            unplugged.rename(tmp_path / "was unplugged")
             line.close()
         acts(self, line, message)
 
+    def join(*args: Any) -> Line:
+        if (tmp_path / "was unplugged").exists():
+            time.sleep(1.0)  # else it may be back before it is missed
+        return joins(*args)
+
+    joins = follower.join
+    monkeypatch.setattr(follower, "join", join)
     monkeypatch.setattr(Follower, "_act", act)
     return unplugged
 
@@ -552,7 +574,13 @@ def test_the_first_node_trains_on_while_the_other_is_away_and_takes_its_ranks_in
     wait = {"at": "train", "rank": 0, "do": "sleep", "seconds": 0.0, "within_s": 200, "once": True}
     config["events"] = [{**wait, "step": 13, "after_file": str(is_lost)}, {**wait, "step": 30, "after_file": is_back}]
     nodes = start_nodes(
-        config, 1, output := tmp_path / "output", "--nnodes=2:3", "--spares=off", "--section-timeouts=none", count=3
+        config,
+        1,
+        output := tmp_path / "output",
+        "--nnodes=2:3",
+        "--spares=off",
+        "--section-timeouts=step:none",
+        count=3,
     )
     try:
         wait_until(lambda: any(event["step"] == 10 for event in events_of(config, "saved")), within_s=100.0)

@@ -36,7 +36,7 @@ def test_the_places_of_ranks_on_nodes_of_their_own() -> None:
 def test_several_nodes_on_a_host_have_names_of_their_own() -> None:
     found = rank_locations([("a", 3), ("a", 3), ("b", 0), ("a", 7)])
     assert [place.node for place in found] == ["a-0", "a-0", "b", "a-1"]
-    assert [(place.local_rank, place.local_world_size) for place in found] == [(0, 2), (1, 2), (0, 1), (0, 1)]
+    assert [(place.local_rank, place.shares) for place in found] == [(0, 1), (1, 1), (0, 1), (0, 1)]
 
 
 def test_ranks_need_not_be_in_the_order_of_nodes() -> None:
@@ -59,8 +59,9 @@ def test_no_two_nodes_have_the_same_name_and_no_two_ranks_the_same_place() -> No
         assert all(names[node] == place.node for node, place in zip(nodes, found, strict=True))
         assert len({(place.node, place.local_rank) for place in found}) == len(nodes)
         for place in found:
-            assert 0 <= place.local_rank < place.local_world_size
-            assert place.local_world_size == sum(other.node == place.node for other in found)
+            here = sum(other.node == place.node for other in found)
+            assert 0 <= place.local_rank < here
+            assert 0 < place.shares == found[0].shares <= here
 
 
 def test_the_names_of_parts() -> None:

@@ -418,6 +418,40 @@ def test_the_others_go_on_without_a_node_that_is_told_to_stop(lines: list[str]) 
     assert run.started == [[2, 3]]
 
 
+def test_a_node_that_has_come_in_the_place_of_one_that_was_told_to_stop_stays() -> None:
+    run = Run(size=4)
+    run.policy.ask_to_leave([2, 3])
+    run.lose(2, 3)  # before the others went on without it
+    run.policy.ask_to_leave([])
+    run.come_together()
+    run.step(deadlines.STOP_REACHES_ALL_WITHIN_S)
+    run.step(1.0)
+    assert not run.dismissed
+
+
+def test_a_fit_that_cannot_be_mended_stops_with_the_node_that_is_told_to() -> None:
+    run = Run(size=4)
+    for rank in range(4):
+        run.say(rank, "refused")
+    run.policy.ask_to_leave([2, 3])
+    run.step()
+    assert run.signalled == [([0, 1, 2, 3], signal.SIGTERM)]
+
+
+def test_a_restart_without_a_node_has_a_deadline() -> None:
+    run = Run(size=4)
+    run.away = {3}
+    run.lose(3)
+    run.come_together()
+    run.lose(1, code=1)
+    for rank in (0, 2):
+        run.policy.ended(rank, 1)
+    run.step()
+    run.told.clear()
+    run.step(deadlines.REPLACED_WITHIN_S + 1)
+    assert run.told == [([0, 1, 2], "restart")]
+
+
 @pytest.mark.parametrize(("min_ranks", "asks_all"), [(3, False), (1, True)], ids=["too few are left", "all are told"])
 def test_all_stop(min_ranks: int, asks_all: bool) -> None:
     run = Run(size=4, min_ranks=min_ranks)
@@ -468,10 +502,7 @@ def test_a_newcomer_that_is_lost_with_its_node_is_started_when_that_is_back(line
     run.away = {2}
     run.lose(2)
     assert not run.started
-    assert (
-        lines[-1]
-        == "The replacement of rank 2 was lost with b: starting another one when its node is back (restart 2)."
-    )
+    assert lines[-1] == "The replacement of rank 2 was lost with b: starting another one when its node is back."
     run.away = set()
     run.step()
     assert run.started == [[2]]

@@ -16,7 +16,7 @@ import sys
 import sysconfig
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,9 @@ from lightning_resilience.run import deadlines, exit_codes
 from lightning_resilience.run.run_directory import RunDirectory
 from tests.harness import PROGRAM, result, samples
 from tests.ledgers import read_ledger
+from tests.test_absent_ranks import samples as samples_of_all
+from tests.test_absent_ranks import undisturbed as undisturbed_of_all
+from tests.test_absent_ranks import with_ranks
 from tests.test_exact_resume import make, undisturbed
 
 FOLDER = Path(__file__).parents[1] / "recipes" / "kubernetes"
@@ -370,6 +373,38 @@ def test_a_run_that_is_evicted_and_killed_ends_as_if_undisturbed(
     assert cluster.ended[what.nodes] == (last, 128 + signal.SIGKILL, "Count")
     assert {end[1] for end in cluster.ended[what.nodes + 1 :]} <= {0, exit_codes.INTERRUPTED}
     assert (result(config), samples(config)) == undisturbed(tmp_path, **options)
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("ends", ["is evicted", "is killed"])
+def test_the_other_pods_train_on_while_one_is_replaced(ends: str, tmp_path: Path, clusters: list[Cluster]) -> None:
+    what = manifest("jobset")
+    swap = {"--recipe=nemo": "--recipe=elastic", "--nnodes=2": "--nnodes=1:2"}
+    assert all(word in what.text for word in swap.values()), "as the file says"
+    words = [swap.get(word, word) for word in what.container["command"]]
+    words.insert(2, "--section-timeouts=step:none")  # a step waits here
+    what = replace(what, container={**what.container, "command": words})
+    options: dict[str, Any] = {"trainer": {"max_epochs": 3}}
+    config = with_ranks(make(tmp_path, "disturbed", **options), 2)
+    config["trainer"] = {**config["trainer"], "devices": 1, "num_nodes": 2}
+    config["run_dir"] = str(tmp_path / "disturbed" / "runs" / "gpt")
+    wait = {"at": "train", "rank": 0, "do": "sleep", "seconds": 0.0, "within_s": 200, "once": True}
+    is_over, is_back = tmp_path / "over", f"{config['run_dir']}/logs/attempt-4/*"
+    config["events"] = [{**wait, "step": 13, "after_file": str(is_over)}, {**wait, "step": 40, "after_file": is_back}]
+    cluster = Cluster(what, tmp_path / "disturbed", str(PROGRAM), json.dumps(config))
+    clusters.append(cluster)
+    cluster.start()
+    assert cluster.run_until(trains(cluster, config, 12)) is None, cluster.output()
+    (cluster.evict if ends == "is evicted" else cluster.kill)(1)
+    ledger = cluster.run_directory.ledger
+    assert cluster.run_until(lambda: any(each["event"] == "replaced" for each in read_ledger(ledger))) is None
+    is_over.touch()
+    assert cluster.run_until() == "complete", cluster.output()
+    first, *others = cluster.ended
+    assert first == ((1, exit_codes.INTERRUPTED, "Ignore") if ends == "is evicted" else (1, 137, "Count"))
+    assert sorted(others) == [(node, 0, "Succeeded") for node in range(2)], cluster.output()
+    _, steps = undisturbed_of_all(tmp_path, 2, **options)
+    assert samples_of_all(config["log"]) == steps
 
 
 @pytest.mark.campaign

@@ -1268,7 +1268,7 @@ class Rank:
         self.saved: list[int] = []
         self.divergences: list[Any] = []
         several = len(ranks) > 1
-        layout = {"kind": "whole", "commons": place.local_world_size if several else 0, "places": PLACES}
+        layout = {"kind": "whole", "commons": place.shares if several else 0, "places": PLACES}
         coordinator = None
         if shared is not None:
             coordinator = SaveCoordinator(PrefixStore("job", shared.clone()), len(ranks), PrefixStore("job", shared))

@@ -284,6 +284,8 @@ def test_as_many_nodes_as_there_may_be_begin_and_as_many_as_there_must_be_go_on(
     command, _ = elastic_command(launch_settings([*given, str(script)]), "id", 3)
     for option in ("--nnodes=4", "--min-nodes=2", "--when-lost=go_on", "--follow", "--node-rank=1"):
         assert option in command
+    command, _ = elastic_command(launch_settings(["--elastic", "--when-lost=go-on", str(script)]), "id", 3)
+    assert not [option for option in command if option.startswith("--min-nodes")], "of one node any rank may be lost"
 
 
 @pytest.mark.parametrize(

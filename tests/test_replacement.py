@@ -519,6 +519,8 @@ class Ranks:
 
     def close_old_store(self) -> None: ...
 
+    def lost_node(self, rank: int) -> None: ...
+
     def start(self, ranks: Any, generation: int, is_newcomer: bool) -> None: ...
 
     def record(self, *change: Any) -> None: ...
@@ -557,6 +559,7 @@ def test_a_rank_that_is_killed_is_replaced_and_one_that_fails_is_not() -> None:
 def test_ranks_that_a_watchdog_ends_for_one_hang_are_one_loss(code: int, generations: list[list[int]]) -> None:
     """One of them takes longer to end."""
     ranks = MagicMock()
+    ranks.lost_node.return_value = None
     policy = LossPolicy(ranks, 3, 3, 30.0)
     policy.heard(0, "saved", {})
     for rank in range(3):

@@ -611,7 +611,7 @@ class Simulation:
         self.supervisor_is_dead = False
         self.replaced_in = -1
         self.is_there_at = 0.0  # the second node
-        self.has_left = False
+        self.leaves = self.has_left = False
         self.dismissed = self.nodes_lost = self.newcomers_away = self.restarted_without = 0
 
     # -- the scheduler -------------------------------------------------------------------------------------------------
@@ -739,8 +739,10 @@ class Simulation:
             if self.schedule.stop_at is not None and sum(self.turns.values()) >= self.schedule.stop_at:
                 self.policy.ask_to_stop()
             if (at := self.schedule.leaves_at) is not None and not self.has_left and sum(self.turns.values()) >= at:
-                self.policy.ask_to_leave(self.schedule.node)
-                self.last_disturbance, self.has_left = self.now, True
+                self.leaves = self.has_left = True
+                self.last_disturbance = self.now
+            self.leaves &= self.now >= self.is_there_at
+            self.policy.ask_to_leave(self.schedule.node if self.leaves else ())
             self.policy.step(self.now, heard)
             self.pause(self.policy.wakes_at, self.has_news)
         if living := [each.slot for each in self.processes if each.exit_code is None]:
@@ -802,8 +804,7 @@ class Simulation:
             if last.exit_code is None:
                 raise Violation(f"rank {rank} is started beside itself")
             if not last.is_member and is_newcomer and not is_restart:
-                self.newcomers_lost += last.was_disturbed
-                self.newcomers_away -= last.is_lost_with_node
+                self.newcomers_lost += last.was_disturbed and not last.is_lost_with_node
                 if last.exit_code == 1:
                     raise Violation(f"newcomer {rank} has failed by itself, and is started again")
             self._start(rank, generation, is_newcomer)
@@ -829,7 +830,6 @@ class Simulation:
         for process in self.processes:
             if process.slot in ranks and process.exit_code is None:
                 process.was_disturbed = process.is_lost_with_node = True
-                self.newcomers_away += not process.is_member
                 self.end(process, -signal.SIGKILL)
 
     def can_go_on(self, ranks: Collection[int]) -> bool:
@@ -1203,10 +1203,9 @@ class Simulation:
             return
         used = self.replacements + self.restarts + self.newcomers_lost
         begun = self.replacements + self.restarts + self.growths
-        # Newcomers that were lost with their node may not have been started again, because all were, or it was over.
-        may_count = range(used, used + self.newcomers_away + 1)
-        is_counted = policy.restarts in may_count and policy.restarts <= schedule.max_restarts
-        if result is None or policy.generation != begun or not is_counted:
+        # A newcomer that is lost with its node costs nothing, unless there was a node again before it was known.
+        is_counted = policy.restarts in range(used, used + self.newcomers_away + 1)
+        if result is None or policy.generation != begun or not is_counted or policy.restarts > schedule.max_restarts:
             raise Violation(
                 f"{self.replacements} replacements, {self.restarts} restarts, {self.newcomers_lost} newcomers lost, "
                 f"{self.growths} growths, {policy.restarts} counted: {self.describe()}"

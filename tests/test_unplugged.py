@@ -109,7 +109,7 @@ def test_the_first_node_trains_on_without_one_that_is_unplugged_until_it_is_back
     unplugged = tmp_path / "unplugged"
     is_back = f"{config['run_dir']}/logs/attempt-4/*"  # behind that of all, that of one, and that of who comes back
     config["events"] = [waits(13, unplugged), waits(40, is_back)]
-    more = ("--nnodes=1:2", "--spares=off", "--section-timeouts=none")  # rank 0 waits in a step
+    more = ("--nnodes=1:2", "--spares=off", "--section-timeouts=step:none")  # rank 0 waits in a step
     launches = [nodes.launch(node, config, output := tmp_path / "output", *more) for node in range(2)]
     try:
         wait_until(lambda: any(each["step"] == 10 for each in events_of(config, "saved")), within_s=100.0)

@@ -147,7 +147,11 @@ def nothing_logged(trainer: Trainer, module: LightningModule) -> Iterator[None]:
     names = (*LoggedValues.STATE, "_computed", "_update_count", "has_reset")
     logged = {key: {name: vars(each)[name] for name in names if name in vars(each)} for key, each in results.items()}
     seen = [
-        (each, {key: _clone(getattr(each, key)) for key in each._defaults}, each._update_count)
+        (
+            each,
+            {name: _clone(vars(each)[name]) for name in (*each._defaults, "_num_vals_seen") if name in vars(each)},
+            each._update_count,
+        )
         for _, each in named_metrics(trainer, module)
     ]
     own_update = vars(results).pop("update_metrics", None)  # of LoggedValues

@@ -10,6 +10,9 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
+import torch
+from lightning.fabric.utilities.data import sized_len
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from lightning_resilience._lightning.lightning_patches import Patches
@@ -31,6 +34,8 @@ def why_not(trainer: Trainer, loader: Any) -> str | None:
         return "an iterable dataset divides itself"
     if hasattr(loader, "load_state_dict"):
         return f"{type(loader).__name__} keeps its place itself"
+    if sized_len(loader) is None:
+        return "it is not known how many batches there are"  # Lightning fetches one ahead, then
     if isinstance(loader.sampler, DistributedSampler):
         if type(loader.sampler) is not DistributedSampler or loader.sampler.num_replicas != trainer.world_size:
             return f"the script's {type(loader.sampler).__name__} divides them in a way of its own"
@@ -80,7 +85,7 @@ class TrainingData:
         theirs = loader.sampler
         if isinstance(theirs, DistributedSampler):
             sampler: Any = DistributedSampler(
-                loader.dataset,
+                theirs.dataset,
                 self._among,
                 rank,
                 shuffle=theirs.shuffle,
@@ -120,8 +125,13 @@ def _sampler(loader: Any) -> Any:
     return loader.sampler if isinstance(loader.sampler, DistributedSampler) else loader.batch_sampler.sampler
 
 
-MicroBatch = tuple[Any, AbstractContextManager[Any]]
-"""A batch on the host, and what is in force for its forward and backward pass.
+def _copied(batch: Any) -> Any:
+    """A batch whose containers and tensors are others."""
+    return apply_to_collection(batch, torch.Tensor, torch.clone)
+
+
+MicroBatch = tuple[Any, Callable[[], AbstractContextManager[Any]]]
+"""A batch on the host, and what makes the context that is in force for its forward and backward pass.
 
 Without a batch, that of this rank is taken once more and its gradient counts for nothing: training steps may contain
 collectives, so all processes make as many of them.
@@ -132,6 +142,7 @@ def add_micro_batches(
     trainer: Trainer,
     patches: Patches,
     others: Callable[[], list[MicroBatch]],
+    begin: Callable[[], None],
     own: Callable[[], None],
     share: float,
 ) -> None:
@@ -143,6 +154,7 @@ def add_micro_batches(
         trainer: A Trainer whose module uses automatic optimization.
         patches: What undoes it.
         others: Gives the batches of the others; as many in all processes.
+        begin: Called before the first pass of a step; an optimizer such as LBFGS makes all of them several times.
         own: Called before the forward pass of this rank's batch.
         share: What the losses are multiplied by, so that the mean over processes is that over ranks.
     """
@@ -171,9 +183,12 @@ def add_micro_batches(
         def all_steps() -> Any:
             if zero_grad is not None:
                 zero_grad()
+            begin()
             for batch, context in batches:
-                with context, unreduced():
-                    given = kwargs if batch is None else OrderedDict(kwargs, batch=on_device(batch))
+                with context(), unreduced():
+                    # A step may change its batch, and that of this rank is yet to come.
+                    taken = _copied(kwargs["batch"]) if batch is None else on_device(batch)
+                    given = OrderedDict(kwargs, batch=taken)
                     result = scaled(optimization._training_step(given), 0.0 if batch is None else share)
                     if backward is not None and result.closure_loss is not None:
                         backward(result.closure_loss)

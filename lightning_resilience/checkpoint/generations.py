@@ -39,14 +39,15 @@ class RankLocation:
         rank: Of all.
         world_size: How many there are.
         local_rank: Among the ranks of its node.
-        local_world_size: How many share a node.
+        shares: Into how many shares each node divides what all ranks have; its first ranks save one each. As many as it
+            has ranks: of nodes with different numbers, as the smallest has.
         node: The name of its node; no two nodes have the same.
     """
 
     rank: int
     world_size: int
     local_rank: int
-    local_world_size: int
+    shares: int
     node: str
 
 
@@ -63,7 +64,7 @@ def rank_locations(nodes: Sequence[tuple[str, int]]) -> list[RankLocation]:
     sizes, seen = Counter(nodes), Counter[tuple[str, int]]()
     for rank, (host, number) in enumerate(nodes):
         name = host if len(numbers[host]) == 1 else f"{host}-{numbers[host].index(number)}"
-        found.append(RankLocation(rank, len(nodes), seen[host, number], sizes[host, number], name))
+        found.append(RankLocation(rank, len(nodes), seen[host, number], min(sizes.values()), name))
         seen[host, number] += 1
     return found
 

@@ -158,7 +158,7 @@ class LocalSaves:
         self._store = store
         self._location = peers.location
         self._kept_here = {rank_shard(each) for each in peers.kept_here}
-        count = peers.location.local_world_size
+        count = peers.location.shares
         self._kept_here.update(replicated_shard(i, count) for i in range(count))
         self._identity = identity
         self._schedule = schedule
@@ -630,7 +630,7 @@ class LocalSaves:
         if self._fallback is not None and self._fallback.name in self._complete[self._keep :]:
             kept[-1] = self._fallback.name
         self._complete = kept
-        own = {rank_shard(location.rank), replicated_shard(location.local_rank, location.local_world_size)}
+        own = {rank_shard(location.rank), replicated_shard(location.local_rank, location.shares)}
         if self._replicas is not None:
             own.update(rank_shard(partner) for partner in self._replicas.partners)
 

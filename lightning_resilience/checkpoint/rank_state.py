@@ -110,8 +110,8 @@ class RankState:
         """The shards that this rank writes, by name, and the indices of the tensors in each."""
         location, replicated = self._location, set(self._replicated)
         indices = {rank_shard(location.rank): [i for i in range(len(self.snapshot.tensors)) if i not in replicated]}
-        if replicated:
-            name = replicated_shard(location.local_rank, location.local_world_size)
+        if replicated and location.local_rank < location.shares:
+            name = replicated_shard(location.local_rank, location.shares)
             indices[name] = self._shares()[location.local_rank]
         return indices
 
@@ -130,7 +130,7 @@ class RankState:
 
     def _shares(self) -> list[list[int]]:
         sizes = [self.snapshot.tensors[i].nbytes for i in self._replicated]
-        return [[self._replicated[k] for k in share] for share in partition(sizes, self._location.local_world_size)]
+        return [[self._replicated[k] for k in share] for share in partition(sizes, self._location.shares)]
 
     def _reserve(self, store: NodeStore) -> list[PendingShard]:
         reserved: list[PendingShard] = []

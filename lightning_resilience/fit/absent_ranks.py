@@ -15,6 +15,7 @@ import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -76,11 +77,13 @@ class AbsentRanks:
         advanced: Called after each batch that is fetched again.
         get_random_state: Gives this process's random state.
         set_random_state: Restores one.
+        guard_workers: Has workers of loaders neither end before this process nor outlive it.
 
     Attributes:
         before: How many ranks the run has.
         ranks: The places that this process takes.
         states: What only the absent ranks would know, by their numbers: the values at a key are replaced, not changed.
+        is_in_vain: Whether the pass that is made counts for nothing.
     """
 
     def __init__(
@@ -91,7 +94,10 @@ class AbsentRanks:
         advanced: Callable[[], None],
         get_random_state: Callable[[], RandomState],
         set_random_state: Callable[[RandomState], None],
+        guard_workers: Callable[[list[Any]], None],
     ) -> None:
+        self.is_in_vain = False
+        self._guard_workers = guard_workers
         self.before = before
         self._trainer = trainer
         self._advanced = advanced
@@ -122,7 +128,7 @@ class AbsentRanks:
         """The training data are set up. Why they cannot be divided among the ranks of the run; ``None`` if they are."""
         if self._data.refused is None and (patches := self._patches) is not None:
             share, self._patches = self._trainer.world_size / self.before, None
-            passes = self._micro_batches, self._expect_forward
+            passes = self._micro_batches, self._begin_step, self._expect_forward
             lightning_micro_batches.add_micro_batches(self._trainer, patches, *passes, share)
         return self._data.refused
 
@@ -167,7 +173,6 @@ class AbsentRanks:
         place = lightning_data.batches_fetched_in_all(self._trainer)
         self._follow(place - 1)  # a search inside the fit has no boundaries
         batches: list[MicroBatch] = []
-        self._begun = None
         for rank, loader in zip(self.states, self._loaders, strict=True):
             before = self.states[rank]["now"]
             for _ in range(place - self._fetched):
@@ -175,14 +180,19 @@ class AbsentRanks:
                 with self._random_state_of(rank):
                     batch, *_ = next(loader)
                     self._advanced()
-            batches.append((batch, self._in_place_of(rank)))
+            batches.append((batch, partial(self._in_place_of, rank)))
         self._fetched = place
         most = -(-self.before // self._trainer.world_size) - 1
-        return batches + [(None, self._in_vain()) for _ in range(most - len(batches))]
+        return batches + [(None, self._in_vain) for _ in range(most - len(batches))]
+
+    def _begin_step(self) -> None:
+        self._begun = None
 
     def _begin_epoch(self, done: int) -> None:
         is_resuming, self._is_resuming = self._is_resuming, False
         self._loaders, self._fetched = self._data.of_others(), done
+        for other in self._loaders:
+            self._guard_workers(other.flattened)
         for (rank, state), loader in zip(self.states.items(), self._loaders, strict=True):
             # The first batch of all is that of the next epoch, where the checkpoint is from the end of one.
             if is_resuming and state["epoch"] is not None and (done or not state["fetched"]):
@@ -228,8 +238,12 @@ class AbsentRanks:
     def _in_vain(self) -> Iterator[None]:
         self._expect_forward()
         before = self._get_random_state()
-        with lightning_metrics.nothing_logged(self._trainer, self._trainer.lightning_module):
-            yield
+        self.is_in_vain = True
+        try:
+            with lightning_metrics.nothing_logged(self._trainer, self._trainer.lightning_module):
+                yield
+        finally:
+            self.is_in_vain = False
         self._set_random_state(before)
 
     def _expect_forward(self) -> None:
@@ -237,12 +251,14 @@ class AbsentRanks:
         if not self._buffers and (buffers := list(self._trainer.lightning_module.buffers())):
             self._buffers = buffers
             if lightning_strategies.ddp_wrapper(self._trainer) is not None:
-                self._hook = self._trainer.lightning_module.register_forward_pre_hook(self._before_forward)
+                # A function is not copied with the module, as a bound method would be, and the Trainer with it.
+                module = self._trainer.lightning_module
+                self._hook = module.register_forward_pre_hook(lambda *_: self._before_forward())
         self._is_next = True
         if lightning_strategies.ddp_wrapper(self._trainer) is None:
             self._before_forward()
 
-    def _before_forward(self, *_: Any) -> None:
+    def _before_forward(self) -> None:
         """Each rank begins a step with the buffers of rank 0; under DDP they have come right before."""
         if not self._is_next:
             return

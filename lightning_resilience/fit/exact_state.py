@@ -46,9 +46,16 @@ LOGS = "logs"
 
 
 class ExactState:
-    """This rank's state beside Lightning's own, saved with every checkpoint and restored in a resume."""
+    """This rank's state beside Lightning's own, saved with every checkpoint and restored in a resume.
 
-    def __init__(self, fit: FitContext, outcome: FitOutcome) -> None:
+    Args:
+        fit: The fit.
+        outcome: How it ends.
+        guard_workers: Has workers of data loaders neither end before this process nor outlive it.
+    """
+
+    def __init__(self, fit: FitContext, outcome: FitOutcome, guard_workers: Callable[[list[Any]], None]) -> None:
+        self._guard_workers = guard_workers
         self.fit = fit
         self.outcome = outcome
         self.resumed: dict[str, Any] | None = None
@@ -112,6 +119,11 @@ class ExactState:
     def places(self) -> int:
         """How many ranks the run was begun with."""
         return self.fit.trainer.world_size if self._absent is None else self._absent.before
+
+    @property
+    def is_in_vain(self) -> bool:
+        """Whether the pass that is made counts for nothing: others train for more absent ranks."""
+        return self._absent is not None and self._absent.is_in_vain
 
     def has_generators(self) -> bool:
         """Whether loaders have random generators of their own."""
@@ -228,7 +240,7 @@ class ExactState:
         """This rank trains for absent ones, too, in the places of ``before`` ranks together with the others."""
         trainer = self.fit.trainer
         if self._absent is None or self._absent.before != before:
-            functions = self.fit.advanced, self.get_random_state, self.set_random_state
+            functions = self.fit.advanced, self.get_random_state, self.set_random_state, self._guard_workers
             self._absent = AbsentRanks(trainer, self.fit.patches, before, *functions)
         self._was = before, ranks
         self._absent.resume(states)

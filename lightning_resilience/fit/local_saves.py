@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -245,7 +246,7 @@ class LocalSavePolicy(Participant):
 
     def _identity(self) -> dict[str, Any]:
         """Identity fields of all shards that are saved from now on."""
-        commons = self.location.local_world_size if self._common else 0
+        commons = self.location.shares if self._common else 0
         layout = {
             "kind": _kind(self.session.fit.trainer),
             "commons": commons,
@@ -331,7 +332,7 @@ class LocalSavePolicy(Participant):
 
     def _is_complete(self, step: int, generation: str, until: float) -> bool:
         """Waits until all ranks of this node have saved, or it is so late."""
-        count = self.location.local_world_size if self._common else 0
+        count = self.location.shares if self._common else 0
         here = [each.rank for each in self.locations if each.node == self.location.node]
         names = [*map(rank_shard, here), *(replicated_shard(index, count) for index in range(count))]
         until = min(until, time.monotonic() + _OTHERS_SAVE_WITHIN_S)
@@ -415,8 +416,8 @@ class LocalSavePolicy(Participant):
         here = [location.rank for location in self.locations if location.node == self.location.node]
         self._expected = {rank_shard(self.session.fit.rank): mine}
         if self._common:
-            count = self.location.local_world_size
-            self._expected = {replicated_shard(self.location.local_rank, count): mine // count}
+            count, number = self.location.shares, self.location.local_rank
+            self._expected = {replicated_shard(number, count): mine // count} if number < count else {}
         problem = None
         if self.location.local_rank == 0:
             try:
@@ -449,7 +450,13 @@ class LocalSavePolicy(Participant):
     def _make_replicas(self) -> Replicas | None:
         if not self._replicates():
             return None
-        jump = self._options.replication_jump or self.location.local_world_size
+        jump = self._options.replication_jump or self.location.shares
+        sizes = Counter(each.node for each in self.locations)
+        if self._options.replication_jump is None and len({*sizes.values()}) > 1:
+            # As after a loss that others go on without: the same on all ranks, and no reason to end.
+            if self.session.fit.trainer.is_global_zero:
+                log.warning("Local checkpoints have no copies on other nodes: these have different numbers of ranks.")
+            return None
         try:
             groups = cliques(len(self.locations), jump, self._options.replication_factor)
         except ValueError as error:

@@ -268,7 +268,8 @@ class NumericsPolicy(Participant):
         names = sorted(set().union(*session.fit.gather(now)))
 
         def recorded() -> list[str]:
-            self._history = RollbackHistory.read(self._file, session.fit.trainer.world_size)
+            # Batches have the same numbers as long as they are divided among as many ranks.
+            self._history = RollbackHistory.read(self._file, session.exact.places)
             if self._history.initially_nonfinite is None:
                 self._history.initially_nonfinite = names
                 self._write()
@@ -291,8 +292,11 @@ class NumericsPolicy(Participant):
 
     def _check_loss(self, loss: torch.Tensor) -> None:
         assert self._guard is not None
-        automatic = self.session.fit.module.automatic_optimization
-        self._guard.check_loss(loss, self.session.fit.trainer.accumulate_grad_batches if automatic else 1)
+        trainer, exact = self.session.fit.trainer, self.session.exact
+        if exact.is_in_vain:
+            return
+        accumulated = trainer.accumulate_grad_batches if self.session.fit.module.automatic_optimization else 1
+        self._guard.check_loss(loss, accumulated * exact.places / trainer.world_size)
 
     def batch_done(self) -> None:
         """The optimizer steps of the batch have been made, or skipped."""

@@ -85,7 +85,7 @@ class FitSession:
         self._pid = os.getpid()
         self.fit = fit = FitContext(trainer, module, run_dir)
         self.outcome = FitOutcome(fit)
-        self.exact = ExactState(fit, self.outcome)
+        self.exact = ExactState(fit, self.outcome, self._guard_workers)
         self.saver = Saver(fit, self.exact)
         self.selector = CheckpointSelector(fit, self.outcome)
         self._identity = FitIdentity(fit, self.outcome, self.exact)

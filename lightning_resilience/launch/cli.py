@@ -534,7 +534,7 @@ def _settings(options: argparse.Namespace) -> LaunchSettings:
         if options.when_lost == "hold":
             parser.error(f"--nnodes {options.nnodes} goes on without lost nodes, and --when-lost hold waits for them")
         goes_on = True
-    nnodes = f"1:{options.nnodes}" if goes_on and is_fixed and least != "1" else options.nnodes
+    nnodes = f"1:{least}" if goes_on and not most and least != "1" else options.nnodes
     if options.min_ranks is not None and not goes_on:
         parser.error("--min-ranks needs --when-lost go-on: else a run always waits for all ranks")
     min_ranks = job.min_ranks if options.min_ranks is None else options.min_ranks

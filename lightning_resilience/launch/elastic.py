@@ -144,6 +144,10 @@ class Supervisor:
 
     def _look(self) -> bool:
         """Passes on what has happened; returns whether that is all that ranks had said before they ended."""
+        if self._others is not None:
+            self._others.close_silent()
+            if self._goes_on:
+                self._others.readmit()
         ended = set()
         for rank, process in self._processes.items():
             if (code := process.poll()) is not None:
@@ -151,12 +155,9 @@ class Supervisor:
                 ended.add(process)
         are_heard = self._workers.are_heard
         if self._others is not None:
-            self._others.close_silent()
-            if self._goes_on:
-                self._others.readmit()
-            for number, node in enumerate(self._others.nodes, 1):
-                if node.has_stopped and not node.is_lost:
-                    self._policy.ask_to_leave(range(number * self._count, (number + 1) * self._count))
+            nodes = enumerate(self._others.nodes, 1)
+            stopped = [number for number, node in nodes if node.has_stopped and not node.is_lost]
+            self._policy.ask_to_leave([rank for rank in self._processes if self._place(rank)[0] in stopped])
             if ended - self._ended:
                 self._others.settle()
             are_heard = are_heard and self._others.are_settled
@@ -180,7 +181,8 @@ class Supervisor:
 
     def start(self, ranks: Collection[int], generation: int, is_newcomer: bool) -> None:
         """See :class:`~lightning_resilience.launch.newcomers.Ranks`."""
-        if lost := {name for name in map(self.lost_node, ranks) if name is not None}:
+        lost = {name for name in map(self.lost_node, ranks) if name is not None}
+        if lost and len(ranks) == self._world_size:  # else it has been lost since that was decided, like its ranks
             within_s = deadlines.FIRST_NODE_WITHIN_S
             log_line(f"Lost {', '.join(sorted(lost))}: waiting up to {within_s:.0f} s for a launch in its place.")
             self._gather()
@@ -318,7 +320,7 @@ def main() -> None:
     parser.add_argument("--node-rank", type=int)
     parser.add_argument("--when-lost", default="hold")
     parser.add_argument("--min-ranks", type=int, default=1)
-    parser.add_argument("--min-nodes", type=int, default=1)
+    parser.add_argument("--min-nodes", type=int, default=0)
     separator = sys.argv.index("--")
     options = parser.parse_args(sys.argv[1:separator])
     count = options.nproc_per_node

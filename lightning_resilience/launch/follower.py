@@ -9,8 +9,10 @@ Imports neither torch nor Lightning.
 
 from __future__ import annotations
 
+import math
 import os
 import queue
+import secrets
 import signal
 import socket
 import subprocess
@@ -84,6 +86,8 @@ def join(
     node_rank: int | None,
     count: int,
     has_stopped: Callable[[], bool] = lambda: False,
+    within_s: float | None = None,
+    process: str = "",
 ) -> Line:
     """Connects to the first node.
 
@@ -93,11 +97,14 @@ def join(
         node_rank: The number of this node, if it was given one.
         count: How many ranks it has.
         has_stopped: Ends the waiting.
+        within_s: How long to try; default: ten minutes.
+        process: What tells this process from others with its number.
 
     Raises:
-        FirstNodeLost: If that has failed for ten minutes.
+        FirstNodeLost: If that has failed for so long.
     """
-    until, problem = time.monotonic() + deadlines.FIRST_NODE_WITHIN_S, "it has not made a secret in the run directory"
+    within_s = deadlines.FIRST_NODE_WITHIN_S if within_s is None else within_s
+    until, problem = time.monotonic() + within_s, "it has not made a secret in the run directory"
     while time.monotonic() < until and not has_stopped():
         if (known := secret()) is not None:
             try:
@@ -105,7 +112,7 @@ def join(
             except OSError as error:
                 problem = str(error)
             else:
-                if introduce(line, known, node_rank, count):
+                if introduce(line, known, node_rank, count, process):
                     return line
                 line.close()
                 problem = "it does not know the secret of this run, or does not answer"
@@ -133,6 +140,7 @@ class Follower:
         self._lives: dict[int, subprocess.Popen[bytes]] = {}
         self._ranks: set[int] = set()
         self._has_stopped = False
+        self._process = secrets.token_hex(8)
         self._is_given_up: Callable[[], bool] = lambda: False
 
     def handle_signals(self) -> None:
@@ -168,15 +176,22 @@ class Follower:
             node_rank: The number of this node, if it was given one.
             is_given_up: Whether a first node that was lost will not come back.
         """
+        within_s, kept = deadlines.FIRST_NODE_WITHIN_S, b""
+
+        def known() -> bytes | None:
+            nonlocal kept
+            kept = kept or read_secret(secret) or b""  # once: the storage may hang on the same cable
+            return kept or None
+
         while True:
             try:
-                line = join(endpoint, lambda: read_secret(secret), node_rank, self._count, self._is_over)
+                line = join(endpoint, known, node_rank, self._count, self._is_over, within_s, self._process)
             except (FirstNodeLost, OSError) as error:
                 log_line(f"No ranks are started on {node_name()}: {error}.")
                 return 1
             if (code := self._follow(line)) is not None or self._has_stopped:
                 return 1 if code is None else code
-            self._is_given_up = is_given_up  # the first time it may not have begun
+            self._is_given_up, within_s = is_given_up, math.inf  # the first time it may not have begun
             self._events, self._lives = queue.SimpleQueue(), {}
             self._workers.ended(*self._ranks)
             self._ranks.clear()
@@ -210,7 +225,8 @@ class Follower:
             self._workers.ended(*self._ranks.intersection(fields["ranks"]))
             self._ranks.difference_update(fields["ranks"])
         elif message.kind == "tell":
-            self._workers.tell(fields["rank"], fields["message"], **fields["fields"])
+            if fields["rank"] in self._ranks:  # else it was one of the node in whose place this one is
+                self._workers.tell(fields["rank"], fields["message"], **fields["fields"])
         elif message.kind == "signal":
             if (process := self._lives[fields["life"]]).poll() is None:
                 process.send_signal(fields["signum"])

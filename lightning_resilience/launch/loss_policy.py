@@ -60,7 +60,8 @@ class LossPolicy:
     Attributes:
         members: The ranks of the present generation.
         generation: Its number.
-        restarts: How many restarts there were: one for each loss, each newcomer that was lost, each restart of all.
+        restarts: How many restarts there were: one for each loss, each newcomer that was lost (but with its node), each
+            restart of all.
         result: When all is over: 0 if all members have ended with 0, else 1.
         wakes_at: When :meth:`step` is to be called at the latest, by its clock; earlier when something has happened.
     """
@@ -123,10 +124,13 @@ class LossPolicy:
         self._stop_asked = True
 
     def ask_to_leave(self, slots: Collection[int]) -> None:
-        """The node of these ranks is to stop: the others go on without them, or all ranks save and end."""
-        if self._goes_on and self._why_not_without([slot for slot in self._slots if slot not in slots]) is None:
-            self._leaving |= set(slots)
-        else:
+        """The nodes of these ranks, and no others, are to stop: the others go on without them, or all save and end."""
+        self._leaving = set(slots)
+        if not slots:
+            self._leaving_since = None
+            return
+        left = [slot for slot in self._slots if slot not in self._leaving]
+        if not self._goes_on or self._why_not_without(left) is not None:
             self.ask_to_stop()
 
     @property
@@ -165,6 +169,9 @@ class LossPolicy:
             self._check_replacement(now, now - self._replacing_since)
         elif self._stop_asked:  # not while ranks are replaced: they could not save
             self._stop(now)
+        elif self._leaving and any(each.state in ("refused", "done") for each in self.members.values()):
+            self.ask_to_stop()
+            self._stop(now)
         elif self._leaving and self._are_in_fit():
             # A scheduler that stops all nodes does not reach them at once.
             self._leaving_since = now if self._leaving_since is None else self._leaving_since
@@ -198,6 +205,8 @@ class LossPolicy:
         """Whether those were heard that have ended, and ranks that die together had the time."""
         if self._lost_at is None:
             self._lost_at = now
+        if any(each.exit_code is None and self._ranks.lost_node(each.rank) for each in self.members.values()):
+            return False  # it is about to be known that they have ended, too
         are_hung = any(member.exit_code == exit_codes.HUNG for member in self.members.values())
         together_s = deadlines.HUNG_DIE_TOGETHER_WITHIN_S if are_hung else deadlines.DIE_TOGETHER_WITHIN_S
         until = self._lost_at + together_s
@@ -322,7 +331,7 @@ class LossPolicy:
 
     def _shrink(self, now: float) -> None:
         """Goes on without those that are to leave."""
-        leaving, self._leaving, self._leaving_since = self._leaving, set(), None
+        leaving, self._leaving_since = self._leaving, None
         left = [slot for slot in self.members if slot not in leaving]
         if self._why_not_without(left) is not None:  # fewer are left than when they were asked
             return self.ask_to_stop()
@@ -391,7 +400,7 @@ class LossPolicy:
         self._end_all(now)
 
     def _end_all(self, now: float) -> None:
-        self._replacing_since = None
+        self._joining, self._replacing_since = set(), None
         until = now
         for within_s, signum in (
             (deadlines.PEERS_RAISE_WITHIN_S, signal.SIGTERM),
@@ -430,6 +439,7 @@ class LossPolicy:
         if is_without:
             change = {"generation": self.generation, "port": port, "lost": {}, "members": members}
             self._ranks.tell(members, "replace", **change)
+            self._replacing_since = now
             self._newcomers.start([slot for slot in self._slots if slot not in members], self.generation, now)
 
     def _members_after_restart(self) -> list[int]:

@@ -214,12 +214,14 @@ class Newcomers:
             how = f"{who} {how_ended(each.exit_code) if node is None else f'was lost with {node}'}"
             if not is_replaceable(each.exit_code):
                 self._give_up(slot, f"{who} ended with exit code {each.exit_code} before its fit")
+            elif node is not None:  # nobody is disturbed, however often it comes and goes
+                log_line(f"{how}: starting another one when its node is back.")
+                self.start([slot], generation, now)
             elif restarts >= max_restarts:
                 self._give_up(slot, f"{how}, and no restart inside the job is left")
             else:
                 restarts += 1
-                when = "" if node is None else " when its node is back"
-                log_line(f"{how}: starting another one{when} (restart {restarts}).")
+                log_line(f"{how}: starting another one (restart {restarts}).")
                 self.start([slot], generation, now)
         return restarts
 

@@ -179,14 +179,14 @@ def greet(line: Line, secret: bytes) -> dict[str, Any] | None:
         line.send("who", nonce=ours)
         if (said := line.receive()) is None or said.kind != "join":
             return None
-        values = [said.fields.get(name) for name in ("nonce", "node", "node_rank", "count")]
+        values = [said.fields.get(name) for name in ("nonce", "node", "node_rank", "count", "process")]
         if not hmac.compare_digest(str(said.fields.get("proof")), _proof(secret, "follower", ours, *values)):
             return None
         line.send("welcome", proof=_proof(secret, "first node", ours, said.fields["nonce"]))
         return said.fields
 
 
-def introduce(line: Line, secret: bytes, node_rank: int | None, count: int) -> bool:
+def introduce(line: Line, secret: bytes, node_rank: int | None, count: int, process: str = "") -> bool:
     """A follower introduces itself; whether the other end is the first node.
 
     Args:
@@ -194,13 +194,14 @@ def introduce(line: Line, secret: bytes, node_rank: int | None, count: int) -> b
         secret: See :func:`secret_path`.
         node_rank: The number of this node, if it was given one.
         count: How many ranks it has.
+        process: What tells this process from others with its number.
     """
     with line.limited(deadlines.NODE_JOINS_WITHIN_S):
         if (who := line.receive()) is None or who.kind != "who":
             return False
         ours, theirs, node = secrets.token_hex(), who.fields.get("nonce"), node_name()
-        proof = _proof(secret, "follower", theirs, ours, node, node_rank, count)
-        line.send("join", nonce=ours, node=node, node_rank=node_rank, count=count, proof=proof)
+        proof = _proof(secret, "follower", theirs, ours, node, node_rank, count, process)
+        line.send("join", nonce=ours, node=node, node_rank=node_rank, count=count, process=process, proof=proof)
         said = line.receive()
         expected = _proof(secret, "first node", theirs, ours)
         return (

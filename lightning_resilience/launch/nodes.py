@@ -188,11 +188,10 @@ class Pulse:
 
     def has_stopped(self) -> bool:
         """Whether it has another plan or none, or has shown no sign of life for a while; to be called often."""
-        now = time.monotonic()
-        if now - self._read_at < _READ_EVERY_S:
+        if time.monotonic() - self._read_at < _READ_EVERY_S:
             return False
-        self._read_at = now
         plan = self._board.read()
+        now = self._read_at = time.monotonic()  # the storage may have hung
         if plan is not None and (plan.run_id != self._run_id or plan.exit_code is not None):
             return True
         if plan != self._last or self._moved_at == 0.0:

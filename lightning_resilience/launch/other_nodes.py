@@ -73,6 +73,7 @@ class OtherNode:
         name: Its name.
         node_rank: The number that it was given, if it was.
         heard: Called in a thread with what a rank says; with ``None``: something else has happened.
+        process: What tells its follower from others with its number.
 
     Attributes:
         is_lost: Whether its connection has ended.
@@ -86,8 +87,9 @@ class OtherNode:
         name: str,
         node_rank: int | None,
         heard: Callable[[RemoteProcess | None, Message], None],
+        process: str = "",
     ) -> None:
-        self.line, self.name, self.node_rank = line, name, node_rank
+        self.line, self.name, self.node_rank, self.process = line, name, node_rank, process
         self.is_lost = self.has_stopped = False
         self.spares: frozenset[int] = frozenset()
         self._heard = heard
@@ -207,6 +209,7 @@ class OtherNodes:
         self.count = count
         self._others, self._ranks, self._secret, self._heard = count - 1, ranks, secret, heard
         self._joined: list[OtherNode] = []
+        self._admitting, self._superseded = threading.Lock(), set[str]()
         self._joining = threading.Semaphore(_JOINING_AT_ONCE)
         self._server = listen(host, port)
         self.port = self._server.getsockname()[1]
@@ -295,10 +298,17 @@ class OtherNodes:
                 log_line(f"{said['node']} cannot take part: it has {count} ranks, and the first node {self._ranks}.")
                 line.send("end", code=1)
                 return line.close()
-            for other in self._joined:
-                if node_rank is not None and other.node_rank == node_rank:
-                    other.line.close()  # it was started again
-            self._joined.append(OtherNode(line, said["node"], node_rank, self._heard))
+            with self._admitting:
+                if (process := said["process"]) in self._superseded:
+                    log_line(f"{said['node']} cannot take part: another one is node {node_rank} now.")
+                    line.send("end", code=1)
+                    return line.close()
+                for other in self._joined:
+                    if node_rank is not None and other.node_rank == node_rank:
+                        other.line.close()  # it was started again
+                        if other.process != process:
+                            self._superseded.add(other.process)
+                self._joined.append(OtherNode(line, said["node"], node_rank, self._heard, process))
             self._heard(None, Message("joined", {}, []))
         except (OSError, TypeError, KeyError):  # it is gone, or says something else
             connection.close()
