@@ -429,6 +429,22 @@ def test_a_node_that_has_come_in_the_place_of_one_that_was_told_to_stop_stays() 
     assert not run.dismissed
 
 
+def test_a_node_that_leaves_when_the_fit_is_over_restarts_nothing() -> None:
+    run = Run(size=4)
+    run.policy.ask_to_leave([2, 3])
+    run.step()
+    run.step(deadlines.STOP_REACHES_ALL_WITHIN_S)
+    assert run.dismissed == [[2, 3]]
+    for rank in (0, 1):  # they had ended the fit when they were told
+        run.say(rank, "done", generation=0)
+    run.step(deadlines.SURVIVORS_LEAVE_WITHIN_S + 1)
+    run.step(1.0)
+    for rank in (0, 1):
+        run.policy.ended(rank, 0)
+    run.step()
+    assert (run.policy.result, run.policy.restarts) == (0, 0)
+
+
 def test_a_fit_that_cannot_be_mended_stops_with_the_node_that_is_told_to() -> None:
     run = Run(size=4)
     for rank in range(4):

@@ -25,7 +25,7 @@ BUDGET = {
     "detect/stragglers": 370,
     "elastic": 436,
     "fit": 6523,
-    "launch": 8888,
+    "launch": 8889,
     "launch/schedulers": 508,
     "run": 3117,
 }

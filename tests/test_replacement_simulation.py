@@ -827,6 +827,9 @@ class Simulation:
             raise Violation(f"{ranks} leave, and are members")
         self.last_disturbance = self.is_there_at = self.now + self.schedule.away_s
         self.dismissed += 1
+        self.leaves = False  # who comes in its place was not told to stop
+        for rank in ranks:
+            self.members[rank].is_lost_with_node = True  # also if it has ended right before
         for process in self.processes:
             if process.slot in ranks and process.exit_code is None:
                 process.was_disturbed = process.is_lost_with_node = True

@@ -86,6 +86,7 @@ class LossPolicy:
         self._leaving: set[int] = set()
         self._leaving_since: float | None = None
         self._joining: set[int] = set()  # in the present generation, and nobody was lost
+        self._has_lost_nobody = False  # before the present generation
         self._max_restarts = max_restarts
         self._term_timeout_s = term_timeout_s
         self._has_saved = False
@@ -248,7 +249,7 @@ class LossPolicy:
         """Whether all others have, and none of them can enter its fit again."""
         others = [each for each in self.members.values() if each.rank not in self._joining]
         is_late = seconds > deadlines.SURVIVORS_LEAVE_WITHIN_S or all(each.exit_code == 0 for each in others)
-        return bool(self._joining) and is_late and all(map(self._has_missed, others))
+        return self._has_lost_nobody and is_late and all(map(self._has_missed, others))
 
     def _turn_away(self, now: float) -> None:
         self._newcomers.end(now, [self.members.pop(slot) for slot in sorted(self._joining)])
@@ -340,7 +341,7 @@ class LossPolicy:
         if len(left) < len(self.members):
             self._begin_generation(now, left, {})
         self._ranks.dismiss(leaving)
-        self._newcomers.start(sorted(leaving), self.generation, now)
+        self._newcomers.start(sorted(leaving - self._newcomers.given_up), self.generation, now)
         return None
 
     def _begin_generation(self, now: float, members: list[int], lost: Mapping[int, str]) -> None:
@@ -362,7 +363,7 @@ class LossPolicy:
         if new and self._goes_on:
             self._ranks.tell(new, "replace", **change)
         self._newcomers.given_up.difference_update(members)
-        self._joining = set() if lost else {*members}.difference(kept)
+        self._joining, self._has_lost_nobody = set() if lost else {*members}.difference(kept), not lost
         self._replacing_since = self.wakes_at = now
         if lost:
             self._ranks.record(*record)
