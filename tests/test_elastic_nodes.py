@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import signal
 import socket
 import sys
@@ -600,3 +601,29 @@ def test_the_first_node_trains_on_while_the_other_is_away_and_takes_its_ranks_in
     wanted, steps = test_absent_ranks.undisturbed(tmp_path, 3, **options)
     assert test_absent_ranks.samples(config["log"]) == steps
     torch.testing.assert_close(state_at_the_end(config), state_at_the_end(wanted), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_nodes_with_different_numbers_of_ranks_have_local_checkpoints(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"trainer": {"max_epochs": 3}}
+    callbacks = ["preemption", "auto_resume", "local_checkpoint"]
+    about = {"callbacks": callbacks, "local": {"every_n_train_steps": 1}, "save_every": 1000, "step_s": 0.05}
+    config = with_ranks(make(tmp_path, "disturbed", **options, **about), 4)
+    config["trainer"] = {**config["trainer"], "devices": 2, "num_nodes": 2}
+    is_back = f"{config['run_dir']}/logs/attempt-4/*"
+    wait = {"at": "train", "rank": 0, "do": "sleep", "seconds": 0.0, "within_s": 200, "once": True}
+    lost = {"at": "train", "step": 8, "rank": 3, "do": "SIGKILL", "once": True}
+    config["events"] = [lost, {**wait, "step": 24, "after_file": is_back}]
+    more = ("--when-lost=go-on", "--spares=off", "--section-timeouts=step:none")
+    nodes = start_nodes(config, 2, output := tmp_path / "output", *more)
+    try:
+        codes = [finish(node, output) for node in nodes]
+    finally:
+        for node in nodes:
+            node.kill()
+    said = output.read_text()
+    assert codes == [0, 0], said
+    changed = [(each["ranks"], each["members"]) for each in events_of(config, "replaced")]
+    assert changed == [([3], [0, 1, 2]), ([], [0, 1, 2, 3])], said
+    assert re.search(r"Resuming from step \d+ \(local checkpoint \S+, saved by 3 ranks", said), said
+    assert test_absent_ranks.samples(config["log"]) == test_absent_ranks.undisturbed(tmp_path, 4, **options)[1]
