@@ -454,7 +454,8 @@ def test_a_fit_that_cannot_be_mended_stops_with_the_node_that_is_told_to() -> No
     assert run.signalled == [([0, 1, 2, 3], signal.SIGTERM)]
 
 
-def test_a_restart_without_a_node_has_a_deadline() -> None:
+def restarted_without_a_node() -> Run:
+    """Rank 3 is lost with its node, and all others end, because one of them has failed."""
     run = Run(size=4)
     run.away = {3}
     run.lose(3)
@@ -462,6 +463,11 @@ def test_a_restart_without_a_node_has_a_deadline() -> None:
     run.lose(1, code=1)
     for rank in (0, 2):
         run.policy.ended(rank, 1)
+    return run
+
+
+def test_a_restart_without_a_node_has_a_deadline() -> None:
+    run = restarted_without_a_node()
     run.step()
     run.told.clear()
     run.step(deadlines.REPLACED_WITHIN_S + 1)
@@ -481,13 +487,7 @@ def test_all_stop(min_ranks: int, asks_all: bool) -> None:
 
 
 def test_a_restart_does_not_wait_for_a_lost_node(lines: list[str]) -> None:
-    run = Run(size=4)
-    run.away = {3}
-    run.lose(3)
-    run.come_together()
-    run.lose(1, code=1)
-    for rank in (0, 2):
-        run.policy.ended(rank, 1)
+    run = restarted_without_a_node()
     run.told.clear()
     run.step()
     assert run.started == [[0, 1, 2]]
