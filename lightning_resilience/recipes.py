@@ -23,6 +23,7 @@ from lightning_resilience.launch import membership
 from lightning_resilience.launch.budget import Budget
 from lightning_resilience.run.deadlines import DEFAULT_GRACE_PERIOD_S
 from lightning_resilience.run.run_directory import WORKER_PID_VARIABLE, RunDirectory, is_turned_off
+from lightning_resilience.run.settings import GLOBAL_BATCHES, SHRINK
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback
@@ -54,6 +55,8 @@ class Job:
         when_lost: With ``elastic``, whether those wait for a replacement for which no spare is ready (``"hold"``), or
             train for the lost rank, too, until it is back (``"go_on"``).
         min_ranks: With ``"go_on"``: with fewer ranks they wait.
+        global_batch: Whether the ranks that are left train on the batches of absent ones (``"constant"``), or leave
+            them out (``"shrink"``).
     """
 
     budget: Budget = field(default_factory=Budget)
@@ -62,12 +65,15 @@ class Job:
     elastic: bool = False
     when_lost: Literal["hold", "go_on"] = "hold"
     min_ranks: int = 1
+    global_batch: Literal["constant", "shrink"] = "constant"
 
     def __post_init__(self) -> None:
         if self.when_lost not in ("hold", "go_on"):
             raise ValueError(f'when_lost must be "hold" or "go_on", not {self.when_lost!r}.')
         if self.min_ranks < 1 or (self.min_ranks > 1 and self.when_lost == "hold"):
             raise ValueError(f'min_ranks must be at least 1, and needs when_lost="go_on", not {self.min_ranks}.')
+        if self.global_batch not in GLOBAL_BATCHES:
+            raise ValueError(f"global_batch must be one of {', '.join(GLOBAL_BATCHES)}, not {self.global_batch!r}.")
         if self.grace_period_s < 0:
             raise ValueError(f"grace_period_s must not be negative, not {self.grace_period_s}; 0 is no limit.")
 
@@ -82,6 +88,7 @@ class Job:
             f"--section-timeouts={self.section_timeouts}",
             *(["--elastic"] if self.elastic else []),
             *(["--when-lost=go-on", f"--min-ranks={self.min_ranks}"] if self.when_lost == "go_on" else []),
+            *([f"--global-batch={self.global_batch}"] if self.global_batch == SHRINK else []),
         ]
 
 
@@ -331,6 +338,7 @@ def elastic(
     run_dir: str | os.PathLike[str] | None = None,
     when_lost: Literal["hold", "go_on"] = "hold",
     min_ranks: int = 1,
+    global_batch: Literal["constant", "shrink"] = "constant",
 ) -> Recipe:
     """For plain DDP on one machine: a lost rank is replaced while the others keep their processes.
 
@@ -341,8 +349,9 @@ def elastic(
         run_dir: The run directory; see :class:`Recipe`.
         when_lost: See :class:`Job`: give ``launch`` the options that :attr:`Job.options` names.
         min_ranks: The same.
+        global_batch: The same.
     """
-    job = replace(JOBS["elastic"], when_lost=when_lost, min_ranks=min_ranks)
+    job = replace(JOBS["elastic"], when_lost=when_lost, min_ranks=min_ranks, global_batch=global_batch)
     return replace(nemo(run_dir), name="elastic", job=job)
 
 

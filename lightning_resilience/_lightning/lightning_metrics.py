@@ -173,6 +173,35 @@ NOTHING_LOGGED: dict[str, Any] = {"results": {}, "modules": {}, "latest": {}, "l
 """What :func:`metric_states` gives where there are no metrics."""
 
 
+def counts_for_nothing(trainer: Trainer, module: LightningModule, states: dict[str, Any]) -> dict[str, Any]:
+    """The metrics of a rank that has logged what another one has, but with no weight.
+
+    What is reduced over ranks at the end of an epoch is reduced by all, in the same order: whoever comes in its midst
+    must know all of it.
+
+    Args:
+        trainer: The Trainer.
+        module: Its module.
+        states: Of :func:`metric_states`.
+    """
+    modules = {
+        name: {**states["modules"][name], "state": {key: _clone(value) for key, value in metric._defaults.items()}}
+        for name, metric in named_metrics(trainer, module)
+        if name in states["modules"]
+    }
+    return {**states, "results": {key: _emptied(each) for key, each in states["results"].items()}, "modules": modules}
+
+
+def _emptied(result: dict[str, Any]) -> dict[str, Any]:
+    value, kind = result["value"], result["reduce"]
+    if value is None or not result["meta"]["on_epoch"]:
+        return result
+    nothing = float("-inf") if kind == "max" else float("inf") if kind == "min" else 0.0
+    batch = result["cumulated_batch_size"]
+    emptied = {"value": torch.full_like(value, nothing, dtype=torch.get_default_dtype())}
+    return {**result, **emptied, "cumulated_batch_size": None if batch is None else torch.zeros_like(batch)}
+
+
 def merged_metric_states(trainer: Trainer, module: LightningModule, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The metrics of a rank that has seen what each of several ranks has seen.
 

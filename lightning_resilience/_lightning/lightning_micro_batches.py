@@ -1,19 +1,21 @@
-"""Training steps of several ranks in one process: their data, and their forward and backward passes."""
+"""The training data of a run with another number of processes, and training steps of several ranks in one of them."""
 
 from __future__ import annotations
 
 import copy
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from fractions import Fraction
+from itertools import cycle, islice
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
 from lightning.fabric.utilities.data import sized_len
 from lightning_utilities.core.apply_func import apply_to_collection
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, RandomSampler
 
 from lightning_resilience._lightning.lightning_patches import Patches
 
@@ -45,39 +47,75 @@ def why_not(trainer: Trainer, loader: Any) -> str | None:
 
 
 class TrainingData:
-    """The training data of a process, divided among more ranks than there are processes.
+    """The training data of a process, divided among other ranks than there are processes, or in smaller batches.
 
     Args:
         trainer: The Trainer, before its data are set up.
         patches: What undoes it.
         ranks: Whose data this process reads; the Trainer's own loops get those of the first.
         among: How many ranks the data are divided among.
+        share: How much of the script's batch is a batch of a rank.
+        kept: How large a batch of the first loader would be in the script if it divided a batch of all processes
+            itself, so that it stays as large; ``None`` if that is not known.
+        begun_by_one: The epoch that a single rank has begun, whose order a shuffled loader keeps to its end; ``None``
+            if there is none.
 
     Attributes:
         refused: Why they are not; ``None`` if they are, or have not been set up yet.
+        share: How much of the script's batch is a batch of a rank.
+        is_by_script: Whether the script divides a batch of all processes itself.
     """
 
-    def __init__(self, trainer: Trainer, patches: Patches, ranks: Sequence[int], among: int) -> None:
+    def __init__(
+        self,
+        trainer: Trainer,
+        patches: Patches,
+        ranks: Sequence[int],
+        among: int,
+        share: Fraction = Fraction(1),
+        kept: Fraction | None = None,
+        begun_by_one: int | None = None,
+    ) -> None:
         self.refused: str | None = None
+        self.share = share
+        self.is_by_script = False
         self._trainer = trainer
-        self._ranks, self._among = ranks, among
+        self._ranks, self._among, self._begun_by_one = ranks, among, begun_by_one
         self._others: WeakKeyDictionary[Any, list[Any]] = WeakKeyDictionary()
+        self._kept, self._is_known = kept, False
         connector = trainer._data_connector
         prepare = connector._prepare_dataloader
 
         def prepared(dataloader: Any, shuffle: bool, mode: Any) -> Any:
             if mode is not type(mode).TRAINING or self.refused is not None:
                 return prepare(dataloader, shuffle=shuffle, mode=mode)
-            if (reason := why_not(self._trainer, dataloader)) is not None:
+            if (reason := why_not(self._trainer, dataloader) or self._why_not_smaller(dataloader)) is not None:
                 if self._others:
-                    raise ValueError(f"The training data cannot be divided among {among} ranks: {reason}.")
+                    raise ValueError(f"The training data cannot be divided among {self._among} ranks: {reason}.")
                 self.refused = reason
                 return prepare(dataloader, shuffle=shuffle, mode=mode)
-            own, *others = [self._of(rank, dataloader, shuffle, mode) for rank in ranks]
+            own, *others = [self._of(rank, dataloader, shuffle, mode) for rank in self._ranks]
             self._others[own] = others
             return own
 
         patches.set(connector, "_prepare_dataloader", prepared)
+
+    def _why_not_smaller(self, loader: DataLoader[Any]) -> str | None:
+        size = loader.batch_size if type(loader.batch_sampler) is BatchSampler else None
+        if not self._is_known:
+            self._is_known, self.is_by_script = True, size is not None and size == self._kept
+            if self.is_by_script and (self._trainer.world_size > 1 or self._among == 1):
+                self._ranks, self._among, self.share = self._ranks[:1], self._trainer.world_size, Fraction(1)
+            elif self.is_by_script and size is not None and self._kept is not None:
+                # A single rank's order would be another one.
+                self.is_by_script, self.share = False, Fraction(1, self._among)
+        if self.share == 1:
+            return None
+        if size is None:
+            return f"a {type(loader.batch_sampler).__name__} makes the batches"
+        if (size * self.share).denominator > 1:
+            return f"a batch of {size} cannot be divided so that a step keeps its samples"
+        return None
 
     def _of(self, rank: int, loader: DataLoader[Any], shuffle: bool, mode: Any) -> Any:
         connector: Any = sys.modules[type(self._trainer._data_connector).__module__]
@@ -101,7 +139,12 @@ class TrainingData:
                 num_replicas=self._among,
                 rank=rank,
             )
+        if self._begun_by_one is not None and isinstance(theirs, RandomSampler) and sampler.shuffle:
+            sampler = _BegunByOne(sampler, theirs, self._begun_by_one)
         made = connector._update_dataloader(loader, sampler, mode=mode)
+        if self.share != 1:
+            size = int(made.batch_size * self.share)
+            made.batch_sampler.batch_size = vars(made)["batch_size"] = size
         connector._auto_add_worker_init_fn(made, rank)
         return made
 
@@ -118,6 +161,31 @@ class TrainingData:
             other.flattened = loaders
             found.append(other)
         return found
+
+
+class _BegunByOne(DistributedSampler[Any]):
+    """A sampler whose epoch was begun by a single rank: the rest is in the order in which that would have gone on.
+
+    That order follows from the random state, which all ranks have of that one.
+    """
+
+    def __init__(self, sampler: DistributedSampler[Any], of_one: RandomSampler, epoch: int) -> None:
+        super().__init__(
+            sampler.dataset,
+            sampler.num_replicas,
+            sampler.rank,
+            shuffle=sampler.shuffle,
+            seed=sampler.seed,
+            drop_last=sampler.drop_last,
+        )
+        self._of_one, self._in = of_one, epoch
+        self.generator = of_one.generator
+
+    def __iter__(self) -> Iterator[Any]:
+        if self.epoch != self._in:
+            return super().__iter__()
+        order = islice(cycle(list(self._of_one)), self.total_size)
+        return islice(order, self.rank, None, self.num_replicas)
 
 
 def _sampler(loader: Any) -> Any:

@@ -18,6 +18,11 @@ def steps_counted(trainer: Trainer) -> int:
     return fit_loop.epoch_loop.batch_progress.total.ready + fit_loop.epoch_progress.total.ready
 
 
+def batches_in_all(trainer: Trainer) -> int:
+    """How many training batches of all epochs have been begun."""
+    return trainer.fit_loop.epoch_loop.batch_progress.total.ready
+
+
 def batches_begun(trainer: Trainer) -> int:
     """How many training batches of this epoch have been begun; between two batches the number of the next one."""
     return trainer.fit_loop.epoch_loop.batch_progress.current.ready

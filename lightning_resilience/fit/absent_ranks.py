@@ -7,13 +7,16 @@ MLSys 2022, and the threads of EasyScale, SC 2023). So a step has the same sampl
 whatever the loss is; steps, epochs and schedules count as before, no sample is left out or trained on twice, and the
 run can go on with any number of ranks up to the first. Only the order in which gradients are summed differs, and a step
 takes as many times as long as ranks share a process.
+
+Where the global batch may shrink, those that are there make their own passes alone: the batches of the absent ranks are
+left out, and counted. Nobody else trains on them, so that a rank that comes back goes on where it would be.
 """
 
 from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -24,6 +27,7 @@ from lightning_resilience._lightning import (
     lightning_data,
     lightning_metrics,
     lightning_micro_batches,
+    lightning_progress,
     lightning_strategies,
 )
 from lightning_resilience._lightning.lightning_micro_batches import MicroBatch, TrainingData
@@ -36,28 +40,25 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_NOTHING: dict[str, Any] = {"metrics": lightning_metrics.NOTHING_LOGGED, "absent": {}}
-"""What a process that takes the place of a rank has logged itself."""
-
 
 def why_not(trainer: Trainer, before: int) -> str | None:
-    """Why the ranks that are there cannot train for those that are absent; ``None`` if they can.
+    """Why the ranks that are there cannot have the steps of a run of others; ``None`` if they can.
 
     Args:
         trainer: The Trainer, before its strategy is set up.
-        before: How many ranks the run has.
+        before: How many ranks the run has; if there are not as many, they train for those that are absent.
     """
     module = trainer.lightning_module
-    if before < trainer.world_size:
-        return "there are more ranks than before"
     if lightning_strategies.name_of(trainer.strategy) not in ("DDPStrategy", "SingleDeviceStrategy"):
         return f"{type(trainer.strategy).__name__} is not plain DDP"
+    if lightning_data.fetches_itself(module):
+        return "training_step fetches its batches itself"
+    if before <= trainer.world_size:
+        return None
     if lightning_strategies.has_static_graph(trainer):
         return "DDP has static_graph=True"
     if not module.automatic_optimization:
         return "manual optimization makes its steps itself"
-    if lightning_data.fetches_itself(module):
-        return "training_step fetches its batches itself"
     return None
 
 
@@ -73,7 +74,10 @@ class AbsentRanks:
     Args:
         trainer: The Trainer, before its data are set up.
         patches: What undoes it.
+        data: The training data, divided among the ranks of the run.
+        ranks: The places that this process takes.
         before: How many ranks the run has.
+        shrinks: Whether the batches of absent ranks are left out, rather than trained on.
         advanced: Called after each batch that is fetched again.
         get_random_state: Gives this process's random state.
         set_random_state: Restores one.
@@ -84,36 +88,49 @@ class AbsentRanks:
         ranks: The places that this process takes.
         states: What only the absent ranks would know, by their numbers: the values at a key are replaced, not changed.
         is_in_vain: Whether the pass that is made counts for nothing.
+        share: What the losses are multiplied by, so that the mean over processes is that over ranks.
     """
 
     def __init__(
         self,
         trainer: Trainer,
         patches: Patches,
+        data: TrainingData,
+        ranks: Sequence[int],
         before: int,
+        shrinks: bool,
         advanced: Callable[[], None],
         get_random_state: Callable[[], RandomState],
         set_random_state: Callable[[RandomState], None],
         guard_workers: Callable[[list[Any]], None],
     ) -> None:
+        self.before, self.ranks, self.shrinks = before, ranks, shrinks
         self.is_in_vain = False
-        self._guard_workers = guard_workers
-        self.before = before
+        self.share = 1.0 if shrinks else trainer.world_size / before
+        self.states: dict[int, dict[str, Any]] = {}
         self._trainer = trainer
+        self._data = data
         self._advanced = advanced
         self._get_random_state, self._set_random_state = get_random_state, set_random_state
-        self.ranks = range(trainer.global_rank + trainer.world_size, before, trainer.world_size)
-        self.states: dict[int, dict[str, Any]] = {}
+        self._guard_workers = guard_workers
         self._is_resuming = False
         self._loaders: list[Any] = []
         self._iterator: Callable[[], Any] = lambda: None  # the Trainer's of this epoch
         self._fetched = 0
-        self._data = TrainingData(trainer, patches, [trainer.global_rank, *self.ranks], before)
+        self._batches_before: int | None = None  # how many batches of all epochs were done when the training continued
         self._buffers: list[torch.Tensor] = []
         self._begun: list[torch.Tensor] | None = None
         self._is_next = False
         self._hook: RemovableHandle | None = None
         self._patches: Patches | None = patches
+
+    @property
+    def left_out(self) -> int:
+        """How many batches of all absent ranks have been left out since the training continued."""
+        if not self.shrinks or self._batches_before is None:
+            return 0
+        batches = lightning_progress.batches_in_all(self._trainer) - self._batches_before
+        return batches * (self.before - self._trainer.world_size)
 
     def resume(self, states: Mapping[int, dict[str, Any]]) -> None:
         """The training continues from these states.
@@ -121,16 +138,15 @@ class AbsentRanks:
         Args:
             states: Of ranks, as :meth:`.ExactState.own_state` gives them.
         """
-        self.states = {rank: {**states[rank], **_NOTHING} for rank in self.ranks}
-        self._is_resuming, self._loaders = True, []
+        self.stand_in({rank: states[rank] for rank in self.ranks})
+        self._is_resuming, self._loaders, self._batches_before = True, [], None
 
-    def begin(self) -> str | None:
-        """The training data are set up. Why they cannot be divided among the ranks of the run; ``None`` if they are."""
-        if self._data.refused is None and (patches := self._patches) is not None:
-            share, self._patches = self._trainer.world_size / self.before, None
+    def begin(self) -> None:
+        """The training data are set up."""
+        if (patches := self._patches) is not None:
+            self._patches = None
             passes = self._micro_batches, self._begin_step, self._expect_forward
-            lightning_micro_batches.add_micro_batches(self._trainer, patches, *passes, share)
-        return self._data.refused
+            lightning_micro_batches.add_micro_batches(self._trainer, patches, *passes, self.share)
 
     def leave(self) -> None:
         """The fit has ended."""
@@ -146,6 +162,9 @@ class AbsentRanks:
         """
         theirs = {"now", *(("epoch", "first_batch") if mine["epoch"] is not None else ()), "kept", "metrics", "absent"}
         same = {key: value for key, value in mine.items() if key not in theirs}
+        trainer = self._trainer
+        nothing = lightning_metrics.counts_for_nothing(trainer, trainer.lightning_module, mine["metrics"])
+        same |= {"metrics": nothing, "absent": {}}
         return {str(rank): {**state, **same} for rank, state in self.states.items()}
 
     def stand_in(self, states: Mapping[int, dict[str, Any]]) -> None:
@@ -154,7 +173,7 @@ class AbsentRanks:
         Args:
             states: Of each ``"now"``, ``"epoch"``, ``"first_batch"`` and ``"kept"``.
         """
-        self.states = {rank: {**_NOTHING, **state} for rank, state in states.items()}
+        self.states = {rank: dict(state) for rank, state in states.items()}
 
     # -- data ----------------------------------------------------------------------------------------------------------
 
@@ -172,6 +191,8 @@ class AbsentRanks:
         """The batches that the absent ranks have at the place at which this one is."""
         place = lightning_data.batches_fetched_in_all(self._trainer)
         self._follow(place - 1)  # a search inside the fit has no boundaries
+        if self.shrinks:
+            return []
         batches: list[MicroBatch] = []
         for rank, loader in zip(self.states, self._loaders, strict=True):
             before = self.states[rank]["now"]
@@ -190,12 +211,18 @@ class AbsentRanks:
 
     def _begin_epoch(self, done: int) -> None:
         is_resuming, self._is_resuming = self._is_resuming, False
+        if self._batches_before is None:
+            self._batches_before = lightning_progress.batches_in_all(self._trainer)
+        if self.shrinks:
+            for state in self.states.values():
+                if not (is_resuming and self._is_within_epoch(state, done)):
+                    state["epoch"], state["first_batch"] = state["now"], None  # that behind the iterator's begin
+            return
         self._loaders, self._fetched = self._data.of_others(), done
         for other in self._loaders:
             self._guard_workers(other.flattened)
         for (rank, state), loader in zip(self.states.items(), self._loaders, strict=True):
-            # The first batch of all is that of the next epoch, where the checkpoint is from the end of one.
-            if is_resuming and state["epoch"] is not None and (done or not state["fetched"]):
+            if is_resuming and self._is_within_epoch(state, done):
                 now = state["now"]
                 with self._random_state_of(rank):
                     self._set_random_state(state["epoch"])
@@ -209,6 +236,10 @@ class AbsentRanks:
                 with self._random_state_of(rank):
                     iter(loader)
                 state["first_batch"] = state["now"]
+
+    def _is_within_epoch(self, state: Mapping[str, Any], done: int) -> bool:
+        # The first batch of all is that of the next epoch, where the checkpoint is from the end of one.
+        return state["epoch"] is not None and bool(done or not state["fetched"])
 
     def _fetch_again(self, loader: Any, batches: int) -> None:
         if batches and not lightning_data.skip(loader, batches):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from lightning_resilience._lightning import (
     lightning_progress,
     lightning_strategies,
 )
+from lightning_resilience._lightning.lightning_micro_batches import TrainingData
 from lightning_resilience.checkpoint import data_position
 from lightning_resilience.checkpoint.reduction_order import (
     GradientArrivalRecorder,
@@ -35,6 +36,8 @@ from lightning_resilience.fit.context import FitContext
 from lightning_resilience.fit.logger_files import Logs
 from lightning_resilience.fit.outcome import FitOutcome
 from lightning_resilience.fit.participant import Stateful
+from lightning_resilience.run.events import BatchesLeftOut
+from lightning_resilience.run.settings import SHRINK, global_batch
 
 log = logging.getLogger(__name__)
 
@@ -52,6 +55,9 @@ class ExactState:
         fit: The fit.
         outcome: How it ends.
         guard_workers: Has workers of data loaders neither end before this process nor outlive it.
+
+    Raises:
+        ValueError: If the environment says nothing valid about batches of absent ranks.
     """
 
     def __init__(self, fit: FitContext, outcome: FitOutcome, guard_workers: Callable[[list[Any]], None]) -> None:
@@ -74,7 +80,11 @@ class ExactState:
         self._before_fetch: data_position.RandomState | None = None
         self._epoch_begun: tuple[Any, Any] = (None, None)
         self._kept_of_lost: dict[str, Any] | None = None
+        self._data: TrainingData | None = None
+        self._begun_by_one: int | None = None
         self._absent: AbsentRanks | None = None
+        self._left_out = 0
+        self._global_batch = global_batch()
         self._was = (0, "")
         """How many ranks the run has, if not as many are there, and what to say of that."""
 
@@ -119,6 +129,26 @@ class ExactState:
     def places(self) -> int:
         """How many ranks the run was begun with."""
         return self.fit.trainer.world_size if self._absent is None else self._absent.before
+
+    @property
+    def batch_share(self) -> Fraction:
+        """How much of the script's batch is a rank's batch: less than 1 if there were fewer ranks at first."""
+        return Fraction(1) if self._data is None else self._data.share
+
+    @property
+    def share(self) -> float:
+        """What the losses of this process are multiplied by, so that their mean is that over the ranks of the run."""
+        return 1.0 if self._absent is None else self._absent.share
+
+    @property
+    def left_out(self) -> int:
+        """How many batches of absent ranks have been left out since the begin of the run, of all processes."""
+        return self._left_out + (0 if self._absent is None else self._absent.left_out)
+
+    @property
+    def _of_one(self) -> int | None:
+        """The epoch in progress, if a single rank has begun it and several go on with it."""
+        return self._begun_by_one if self._begun_by_one == self.fit.trainer.current_epoch else None
 
     @property
     def is_in_vain(self) -> bool:
@@ -175,6 +205,9 @@ class ExactState:
             "limits": lightning_limits.limits(self.fit.trainer),
             "accumulates": self.accumulates,
             "batch_sizes": data_position.batch_sizes(lightning_data.train_loaders(self.fit.trainer)),
+            "batch_share": str(self.batch_share),
+            "begun_by_one": None if final else self._of_one,
+            "left_out": self.left_out,
             "modes": now["modes"],
             "world_size": self.places,
             "validated": data_position.persistent_workers_run(lightning_data.validation_loaders(self.fit.trainer)),
@@ -212,51 +245,105 @@ class ExactState:
         states = {rank: _with_defaults(each) for rank, each in states.items()}
         before = next(iter(states.values())).get("world_size", saved_by)
         states |= {int(rank): each for present in states.values() for rank, each in present["absent"].items()}
-        own = states[self.fit.rank if self.fit.rank in states else 0]
-        mine: dict[str, Any] | None = own
-        if before != trainer.world_size:
-            ranks = f"{path} was saved by a run of {before} ranks and is resumed by {trainer.world_size}"
-            if (reason := absent_ranks.why_not(trainer, before)) is not None:
-                mine, self._was = None, (before, f"{ranks}, and {reason}")
-            else:
-                self._take_places(before, states, ranks)
+        own = states.get(self.fit.rank) or self._of_newcomer(states[0])
+        epoch = checkpoint["loops"]["fit_loop"]["epoch_progress"]["current"]["processed"]
+        self._left_out = own["left_out"]
+        mine = self._divide(own, before, epoch, f"{path} was saved by a run of {before} ranks")
+        if self._absent is not None:
+            self._absent.resume(states)
+        of_others = [states[rank] for rank in range(self.fit.rank + trainer.world_size, before, trainer.world_size)]
         self.resumed = {
             "mine": mine,
-            "metrics": [own["metrics"], *(states[rank]["metrics"] for rank in self._absent_here)],
+            "metrics": [own["metrics"], *(each["metrics"] for each in of_others)],
             "was_alone": saved_by == 1,
             "due": state["due"],
             "final": state["final"],
             "arrival_order": arrival_order if mine is not None else None,
-            "epoch": checkpoint["loops"]["fit_loop"]["epoch_progress"]["current"]["processed"],
+            "epoch": epoch,
             "batch_sizes": own.get("batch_sizes"),
         }
         return mine
 
-    @property
-    def _absent_here(self) -> Iterable[int]:
-        return self._absent.ranks if self._absent is not None else ()
+    def _of_newcomer(self, first: dict[str, Any]) -> dict[str, Any]:
+        """The state of a rank that the run did not have, which has what all have from the first."""
+        nothing = lightning_metrics.counts_for_nothing(self.fit.trainer, self.fit.module, first["metrics"])
+        return {**first, "kept": {}, "metrics": nothing}
 
-    def _take_places(self, before: int, states: dict[int, dict[str, Any]], ranks: str) -> None:
-        """This rank trains for absent ones, too, in the places of ``before`` ranks together with the others."""
+    def _divide(self, own: dict[str, Any], before: int, epoch: int, what: str) -> dict[str, Any] | None:
+        """Divides the training data among the ranks that are there, so that steps have the samples of the run.
+
+        Args:
+            own: This rank's state.
+            before: How many ranks the run has.
+            epoch: That of the checkpoint.
+            what: Says what was saved by whom.
+
+        Returns:
+            The state that this rank continues from; ``None`` if the data cannot be divided.
+        """
         trainer = self.fit.trainer
-        if self._absent is None or self._absent.before != before:
+        world, share = trainer.world_size, Fraction(own["batch_share"])
+        of_one = epoch if before == 1 and world > 1 else own["begun_by_one"]
+        self._was = before, f"{what} and is resumed by {world}"
+        if before == world and share == 1 and of_one is None:
+            return own
+        sizes: list[int | None] = own.get("batch_sizes") or []
+        places, now = before, before * share / world
+        # A single rank's order would be another one than that of several.
+        can_have_own = (world > 1 or before == 1) and all(size and size * before % world == 0 for size in sizes)
+        if (now <= 1 and can_have_own) or before < world:
+            places, share = world, now
+        if before != world and (reason := absent_ranks.why_not(trainer, places)) is not None:
+            self._was = before, f"{self._was[1]}, and {reason}"
+            return None
+        kept = Fraction(sizes[0] * before, world) if sizes and sizes[0] else None
+        ranks = range(self.fit.rank, places, world)
+        self._begun_by_one = of_one
+        self._data = TrainingData(trainer, self.loading, ranks, places, share, kept, of_one)
+        if places > world:
+            shrinks = self.fit.from_rank_0(lambda: self._global_batch) == SHRINK
             functions = self.fit.advanced, self.get_random_state, self.set_random_state, self._guard_workers
-            self._absent = AbsentRanks(trainer, self.fit.patches, before, *functions)
-        self._was = before, ranks
-        self._absent.resume(states)
+            self._absent = AbsentRanks(trainer, self.loading, self._data, ranks[1:], places, shrinks, *functions)
+        return own
+
+    def _begin_division(self, data: TrainingData, resumed: dict[str, Any]) -> None:
+        """The training data are set up, divided among the ranks that are there, or not."""
+        before, what = self._was
+        world, is_first = self.fit.trainer.world_size, self.fit.trainer.is_global_zero
+        if data.refused is not None:
+            resumed["mine"], resumed["arrival_order"] = None, None
+            self._was = before, f"{what}, and {data.refused}"
+            self._data = self._absent = self._begun_by_one = None
+            return
+        if data.is_by_script:
+            self._absent = None
+        if self._absent is not None:
+            self._absent.begin()
+            if is_first and self._absent.shrinks:
+                log.warning(
+                    "%s: the batches of the ranks that are absent are left out, as --global-batch shrink asks. The "
+                    "gradient of a step is the mean over %d ranks.",
+                    what,
+                    world,
+                )
+            elif is_first:
+                log.warning(
+                    "%s: each also trains on the batches of the ranks that are absent. Steps have the same samples as "
+                    "before, and take up to %d times as long.",
+                    what,
+                    len(self._absent.ranks) + 1,
+                )
+            return
+        if resumed["batch_sizes"]:
+            resumed["batch_sizes"] = [size and size * before // world for size in resumed["batch_sizes"]]
+        if before != world and is_first:
+            sizes = " and ".join(map(str, resumed["batch_sizes"]))
+            log.warning("%s: each has batches of %s. Steps have the same samples as before.", what, sizes)
 
     def begin_data(self, loaders: list[Any], load_loader_states: Callable[[], None]) -> None:
         """Prepares the data loaders for the resume, before their workers start."""
-        if self.resumed is not None and self._absent is not None and (reason := self._absent.begin()) is not None:
-            self.resumed["mine"], self.resumed["arrival_order"] = None, None
-            self._was, self._absent = (self._was[0], f"{self._was[1]}, and {reason}"), None
-        elif self.resumed is not None and self._absent is not None and self.fit.trainer.is_global_zero:
-            log.warning(
-                "%s: each also trains on the batches of the ranks that are absent. Steps have the same samples as "
-                "before, and take up to %d times as long.",
-                self._was[1],
-                len(self._absent.ranks) + 1,
-            )
+        if self.resumed is not None and self._data is not None:
+            self._begin_division(self._data, self.resumed)
         mine = self.resumed["mine"] if self.resumed is not None else None
         if self.resumed is not None:
             lightning_data.set_epoch_of_samplers(self.fit.trainer, self.resumed["epoch"])
@@ -429,6 +516,8 @@ class ExactState:
     def reset(self) -> None:
         """Forgets the epoch before a rollback."""
         self.loading.undo()
+        self._leave_absent()
+        self._data = self._absent = self._begun_by_one = None
         # A scheduler of it checks at the start that nothing else has set it.
         self.fit.trainer.accumulate_grad_batches = self.accumulates
         self._first_batch_random_state = self._epoch_random_state = self._before_fetch = None
@@ -438,6 +527,12 @@ class ExactState:
         """The fit has ended."""
         if self._recorder is not None:
             self._recorder.stop()
+        self._leave_absent()
+        if self.left_out and self.fit.rank == 0:
+            step = self.fit.trainer.global_step
+            self.fit.ledger.record(BatchesLeftOut(fit=self.fit.index, step=step, left_out=self.left_out))
+
+    def _leave_absent(self) -> None:
         if self._absent is not None:
             self._absent.leave()
 
@@ -445,4 +540,12 @@ class ExactState:
 def _with_defaults(own: dict[str, Any]) -> dict[str, Any]:
     """A rank's own state, with defaults for what could not be saved."""
     metrics = {**lightning_metrics.NOTHING_LOGGED, **own.get("metrics", {})}
-    return {"loader_states": None, "kept": {}, "absent": {}, **own, "metrics": metrics}
+    defaults: dict[str, Any] = {
+        "loader_states": None,
+        "kept": {},
+        "absent": {},
+        "batch_share": "1",
+        "begun_by_one": None,
+        "left_out": 0,
+    }
+    return {**defaults, **own, "metrics": metrics}

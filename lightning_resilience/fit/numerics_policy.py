@@ -296,7 +296,7 @@ class NumericsPolicy(Participant):
         if exact.is_in_vain:
             return
         accumulated = trainer.accumulate_grad_batches if self.session.fit.module.automatic_optimization else 1
-        self._guard.check_loss(loss, accumulated * exact.places / trainer.world_size)
+        self._guard.check_loss(loss, accumulated / exact.share)
 
     def batch_done(self) -> None:
         """The optimizer steps of the batch have been made, or skipped."""

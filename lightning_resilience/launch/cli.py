@@ -40,6 +40,7 @@ from lightning_resilience.launch.view import diagnoses, ranks_now, watch
 from lightning_resilience.recipes import JOBS
 from lightning_resilience.run import exit_codes
 from lightning_resilience.run.ledger import node_name
+from lightning_resilience.run.settings import GLOBAL_BATCHES, SHRINK
 from lightning_resilience.run.what_if import SETTINGS
 
 _NAME = r"[^\W\d]\w*"  # in Python
@@ -348,6 +349,12 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help="with --when-lost go-on: wait for replacements rather than train with fewer ranks (default: 1)",
     )
+    here.add_argument(
+        "--global-batch",
+        choices=GLOBAL_BATCHES,
+        help="batches of ranks that are absent, here or because the job has become smaller: the others train on them, "
+        "too, or they are left out, so that steps have fewer samples (default: constant)",
+    )
     here.add_argument("--nnodes", type=_nodes, default="1", metavar="N|MIN:MAX", help="nodes (default: 1)")
     here.add_argument(
         "--node-rank",
@@ -569,6 +576,7 @@ def _settings(options: argparse.Namespace) -> LaunchSettings:
         elastic=elastic,
         when_lost="go_on" if goes_on else "hold",
         min_ranks=min_ranks,
+        global_batch=options.global_batch or (job.global_batch if job.global_batch == SHRINK else None),
     )
 
 
@@ -658,7 +666,7 @@ def _batch_script(options: argparse.Namespace, scheduler: Scheduler) -> tuple[Pa
 
 _ONE_NODE = {
     **{"nnodes": "1", "node_rank": None, "spare": False, "rdzv_endpoint": None, "retries_in_new_job": False},
-    **{"elastic": False, "when_lost": None, "min_ranks": None},
+    **{"elastic": False, "when_lost": None, "min_ranks": None, "global_batch": None},
 }
 # The batch script or the command holds these.
 _NOT_FORWARDED = ("run_dir", "grace_period", "module", "fresh")

@@ -68,6 +68,7 @@ from lightning_resilience.run.run_directory import (
 )
 from lightning_resilience.run.settings import (
     CONTINUE_VARIABLE,
+    GLOBAL_BATCH_VARIABLE,
     Change,
     changes,
     describe_changes,
@@ -107,6 +108,8 @@ class LaunchSettings:
         elastic: Whether a lost rank is replaced while the others keep their processes.
         when_lost: With ``elastic``, whether those wait for a replacement for which no spare is ready.
         min_ranks: With ``go_on``: with how many ranks the run goes on at least; and on MIN nodes of ``nnodes``.
+        global_batch: What becomes of the batches of absent ranks, see :data:`.GLOBAL_BATCHES`; ``None``: as the
+            environment says.
     """
 
     command: list[str]
@@ -129,6 +132,7 @@ class LaunchSettings:
     elastic: bool = False
     when_lost: Literal["hold", "go_on"] = "hold"
     min_ranks: int = 1
+    global_batch: str | None = None
 
     @property
     def is_single_node(self) -> bool:
@@ -794,6 +798,8 @@ class Launch:
             environment[CONTINUE_VARIABLE] = "1"
         if self.settings.makes_spares:
             environment[SPARES_VARIABLE] = "auto"
+        if self.settings.global_batch is not None:
+            environment[GLOBAL_BATCH_VARIABLE] = self.settings.global_batch
         if self.settings.local_dir is not None:
             environment[LOCAL_DIR_VARIABLE] = str(self.settings.local_dir)
         return environment

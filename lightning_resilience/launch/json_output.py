@@ -92,6 +92,8 @@ KEYS = {
         "restarts.longest": "the same of the one that took longest",
         "repeated": "failures that came more than once, as sentences",
         "categories": "rank-seconds of every category",
+        "left_out_batches": "batches of absent ranks that were left out, with `--global-batch shrink`, as far as "
+        "fits have ended",
         "advice": "what to change, what gains most first; at most five",
         "advice[].text": "what to do, and why",
         "advice[].rank_seconds": "what it would have saved",

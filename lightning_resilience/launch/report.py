@@ -18,7 +18,7 @@ from lightning_resilience.launch.json_output import to_json
 from lightning_resilience.launch.status import now
 from lightning_resilience.run import time_account
 from lightning_resilience.run.advice import Advice, advice
-from lightning_resilience.run.events import Event, TimeSpent
+from lightning_resilience.run.events import BatchesLeftOut, Event, TimeSpent
 from lightning_resilience.run.failures import recurrence
 from lightning_resilience.run.figures import figures_of
 from lightning_resilience.run.goodput import PART_OF, PARTS, Goodput, InterruptionCost, account
@@ -127,6 +127,7 @@ def _content(run_directory: RunDirectory, history: History, goodput: Goodput, is
     is_known = active > 0 and goodput.ranks > 0
     outcome = None if is_ongoing else _outcome(run_directory, history)  # else that of the workers before
     every = all_interruptions(goodput.interruptions, interruptions(history.events))
+    left_out = {each.fit: each.left_out or 0 for each in history.of(BatchesLeftOut)}  # the last of each fit
     return {
         "run_dir": str(run_directory.path),
         "began": goodput.began if goodput.seconds else None,
@@ -143,6 +144,7 @@ def _content(run_directory: RunDirectory, history: History, goodput: Goodput, is
         "restarts": _restarts(every),
         "repeated": [recurrence(*item) for item in repeated_failures(history.events).items()],
         "categories": _sorted(seconds),
+        "left_out_batches": sum(left_out.values()),
         "timeline": [event.to_json() for event in history.events],
     }
 
@@ -285,7 +287,7 @@ def _verdict(found: dict[str, Any]) -> list[str]:
         lines += largest_losses(found)
     else:
         lines.append(f"Goodput is not known{' yet' * found['is_ongoing']}: no process has recorded its time.")
-    return [*lines, interruption_counts(found)]
+    return [*lines, interruption_counts(found), *left_out_batches(found)]
 
 
 def extent(found: dict[str, Any]) -> str:
@@ -323,6 +325,12 @@ def interruption_counts(found: dict[str, Any]) -> str:
     steps = sum(each["steps_lost"] or 0 for each in recorded)
     counts = ", ".join(f"{count} {cause}" for cause, count in causes.items())
     return f"Interruptions: {counts}. Steps lost: {at_least}{steps}."
+
+
+def left_out_batches(found: dict[str, Any]) -> list[str]:
+    """Says how many batches of absent ranks were left out, if there are any."""
+    count = found["left_out_batches"]
+    return [f"{count} batch{'es' * (count > 1)} of absent ranks were left out."] if count else []
 
 
 def steps_lost(interruption: dict[str, Any]) -> str:

@@ -530,6 +530,12 @@ class DivergenceFound(_AtStep, name="divergence"):
     reason: Reason | None
 
 
+class BatchesLeftOut(_AtStep, name="batches_left_out"):
+    """A process group ends, or the fit, that has left out batches of absent ranks. Recorded by rank 0."""
+
+    left_out: Annotated[int, "batches of all absent ranks since the begin of the fit"] | None
+
+
 class Stragglers(_AtStep, name="stragglers"):
     """A report has found slow ranks."""
 

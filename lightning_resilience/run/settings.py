@@ -23,6 +23,13 @@ Settings = dict[str, Any]
 CONTINUE_VARIABLE = "LIGHTNING_RESILIENCE_CONTINUE_ANYWAY"
 """Environment variable: with ``1`` a finished fit is restored although its settings have changed."""
 
+GLOBAL_BATCH_VARIABLE = "LIGHTNING_RESILIENCE_GLOBAL_BATCH"
+"""Environment variable: what becomes of the batches of absent ranks, one of :data:`GLOBAL_BATCHES`."""
+
+SHRINK = "shrink"
+GLOBAL_BATCHES = ("constant", SHRINK)
+"""The others train on them, or they are left out."""
+
 WORLD_SIZE = "world size"
 
 _ENDS = (
@@ -78,6 +85,18 @@ class Change:
         if self.now is MISSING:
             return f"{self.name} {_shown(self.before)} -> (none)"
         return f"{self.name} {_shown(self.before)} -> {_shown(self.now)}"
+
+
+def global_batch() -> str:
+    """What becomes of the batches of absent ranks.
+
+    Raises:
+        ValueError: If the environment says something else than one of :data:`GLOBAL_BATCHES`.
+    """
+    found = os.environ.get(GLOBAL_BATCH_VARIABLE) or GLOBAL_BATCHES[0]
+    if found not in GLOBAL_BATCHES:
+        raise ValueError(f"{GLOBAL_BATCH_VARIABLE} must be {' or '.join(GLOBAL_BATCHES)}, not {found!r}")
+    return found
 
 
 def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
