@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from lightning_resilience._lightning import lightning_metrics
+from lightning_resilience.run.settings import GLOBAL_BATCH_VARIABLE, global_batch
 from tests.harness import differences, result, run, state_at_the_end, weights
 from tests.ledgers import read_ledger
 from tests.test_exact_resume import make
@@ -29,10 +30,12 @@ def with_ranks(config: dict[str, Any], ranks: int) -> dict[str, Any]:
     return {**config, "batches": BATCHES // ranks, "trainer": {**config["trainer"], "devices": ranks}}
 
 
-def samples(log: str) -> dict[int, list[int]]:
-    """What all ranks together have trained on, by steps, each sample once."""
+def samples(log: str, ranks: Collection[int] = range(10)) -> dict[int, list[int]]:
+    """What ranks together have trained on, by steps, each sample once."""
     found: dict[int, list[int]] = defaultdict(list)
     for path in Path(log).parent.glob(f"{Path(log).name}.[0-9]"):
+        if int(path.suffix[1:]) not in ranks:
+            continue
         for _, step, ids in map(json.loads, path.read_text().splitlines()):
             found[step] += ids
     return {step: sorted(set(ids)) for step, ids in sorted(found.items())}
@@ -155,6 +158,43 @@ def test_more_ranks_have_smaller_batches(tmp_path: Path, ranks: tuple[int, ...])
     output = assert_the_same_run(tmp_path, *ranks, by_rank=["train_metric", "average"], **options)
     if ranks == (2, 4):
         assert "was saved by a run of 2 ranks and is resumed by 4: each has batches of 2. Steps have the same" in output
+
+
+LEFT_OUT: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
+    "4-3": ((4, 3), {}),
+    "4-2-4": ((4, 2, 4), {"workers": 1}),
+    "4-2-3": ((4, 2, 3), {"batch_norm": True}),
+    "accumulation": ((4, 3), {"trainer": {"max_epochs": 3, "accumulate_grad_batches": 3}, "save_every": 1}),
+    "a way back": ((4, 3), {"events": [{"at": "train", "step": 20, "do": "go_back", "once": True}]}),
+}
+
+
+@pytest.mark.parametrize(("ranks", "options"), LEFT_OUT.values(), ids=LEFT_OUT.keys())
+@pytest.mark.slow_but_for("4-3")
+def test_the_batches_of_absent_ranks_are_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: tuple[int, ...], options: dict[str, Any]
+) -> None:
+    monkeypatch.setenv(GLOBAL_BATCH_VARIABLE, "shrink")
+    config, trained, output = killed_and_resumed(tmp_path, *ranks, **options)
+    wanted, steps = undisturbed(tmp_path, ranks[0], **options)
+    there = {}  # in each step
+    for number, count in enumerate(ranks):
+        there |= dict.fromkeys(samples(f"{config['log']}-{number}"), count)
+    assert trained.keys() == steps.keys()
+    for step, ids in trained.items():
+        assert ids == samples(wanted["log"], range(there[step]))[step]
+    if ranks == (4, 3):
+        assert "is resumed by 3: the batches of the ranks that are absent are left out, as --global-batch" in output
+    events = [each for each in read_ledger(Path(config["run_dir"]) / "ledger") if each["event"] == "batches_left_out"]
+    batches = options.get("trainer", {}).get("accumulate_grad_batches", 1)
+    expected = batches * sum(ranks[0] - count for count in there.values())
+    assert events[-1]["left_out"] == expected
+
+
+def test_a_global_batch_that_is_no_choice_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(GLOBAL_BATCH_VARIABLE, "smaller")
+    with pytest.raises(ValueError, match="GLOBAL_BATCH must be constant or shrink, not 'smaller'"):
+        global_batch()
 
 
 @pytest.mark.slow

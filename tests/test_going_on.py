@@ -15,6 +15,7 @@ from lightning_resilience.launch import loss_policy, newcomers
 from lightning_resilience.launch.elastic import Supervisor
 from lightning_resilience.launch.loss_policy import LossPolicy
 from lightning_resilience.launch.notices import Notices
+from lightning_resilience.launch.report import report
 from lightning_resilience.run import deadlines
 from lightning_resilience.run.failures import cause_of_end
 from lightning_resilience.run.history import History
@@ -618,8 +619,11 @@ def test_to_take_ranks_in_is_no_interruption() -> None:
 # -- real ranks --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("global_batch", ["constant", "shrink"])
 @pytest.mark.slow
-def test_steps_have_the_samples_of_all_ranks_while_one_is_away(tmp_path: Path) -> None:
+def test_steps_have_the_samples_of_all_ranks_or_of_those_that_are_there_while_one_is_away(
+    tmp_path: Path, global_batch: str
+) -> None:
     options: dict[str, Any] = {"trainer": {"max_epochs": 3}}
     config = with_ranks(make(tmp_path, "disturbed", **options), 3)
     is_back = f"{config['run_dir']}/logs/attempt-4/*"  # behind that of all, that of two, and that of who comes back
@@ -629,7 +633,8 @@ def test_steps_have_the_samples_of_all_ranks_while_one_is_away(tmp_path: Path) -
         {"at": "train", "step": 30, "rank": 0, **wait, "once": True},
     ]
     launch = [sys.executable, "-m", "lightning_resilience.launch.cli", "launch", "--elastic", "--when-lost=go-on"]
-    launch += ["--spares=off", "--nproc-per-node=3", "--run-dir", config["run_dir"], *command(config)[1:]]
+    launch += [f"--global-batch={global_batch}", "--spares=off", "--nproc-per-node=3"]
+    launch += ["--run-dir", config["run_dir"], *command(config)[1:]]
     process = launchers.start(launch, tmp_path / "output")
     try:
         code = launchers.finish(process, tmp_path / "output")
@@ -640,6 +645,15 @@ def test_steps_have_the_samples_of_all_ranks_while_one_is_away(tmp_path: Path) -
     changed = [each[:2] for each in changes(Path(config["run_dir"]) / "ledger")]
     assert changed == [([1], [0, 2]), ([], [0, 1, 2])], output
     wanted, steps = undisturbed(tmp_path, 3, **options)
-    assert samples(config["log"]) == steps
-    torch.testing.assert_close(state_at_the_end(config), state_at_the_end(wanted), rtol=1e-4, atol=1e-6)
     assert "Restart 2" not in output
+    if global_batch == "constant":
+        assert samples(config["log"]) == steps
+        torch.testing.assert_close(state_at_the_end(config), state_at_the_end(wanted), rtol=1e-4, atol=1e-6)
+        return
+    of_two = samples(wanted["log"], range(2))
+    found = samples(config["log"])
+    begin, end = 13, max(step for step in found if found[step] != steps[step])
+    assert end < 30
+    assert found == {step: of_two[step] if begin <= step <= end else steps[step] for step in steps}
+    left_out = end + 1 - begin
+    assert f"{left_out} batches of absent ranks were left out." in report(config["run_dir"])

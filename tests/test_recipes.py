@@ -251,7 +251,10 @@ def test_the_options_of_a_job_say_what_it_is(tmp_path: Path) -> None:
         Job(grace_period_s=-1)
     settings = launch_settings([*recipes.elastic(when_lost="go_on", min_ranks=2).job.options, str(script)])
     assert (settings.elastic, settings.when_lost, settings.min_ranks) == (True, "go_on", 2)
-    for wrong in ({"when_lost": "go-on"}, {"min_ranks": 2}, {"min_ranks": 0}):
+    settings = launch_settings([*recipes.elastic(global_batch="shrink").job.options, str(script)])
+    assert settings.global_batch == "shrink"
+    assert launch_settings([*recipes.elastic().job.options, str(script)]).global_batch is None
+    for wrong in ({"when_lost": "go-on"}, {"min_ranks": 2}, {"min_ranks": 0}, {"global_batch": "smaller"}):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             recipes.elastic(**wrong)  # type: ignore[arg-type]
 
