@@ -140,6 +140,7 @@ DEFAULTS: dict[str, Any] = {
     "device": None,  # what this process trains on, as it says
     "flips": [],  # {"step": 23, "rank": 1, "what": "weight", "bit": 12}, or "moment", "nan", "anything" with a "seed"
     "lbfgs": False,
+    "logs_once": False,  # values that only the second batch of an epoch has
     "changes_batch": False,  # a step takes its batch apart
     "drifts": False,  # the ranks change their weights in ways of their own
     "spoils": [],  # {"step": 23, "rank": 1, "what": "loss"}, or "gradient"
@@ -462,6 +463,10 @@ class Module(L.LightningModule):
         loss = spoilt(self.config, step, rank, self.net, self.net(batch["x"]).pow(2).mean())
         self.average.copy_(0.9 * self.average + 0.1 * loss.detach())
         self.metric.update(loss.detach())
+        if self.config["logs_once"] and batch_idx == 1:
+            for reduce in ("mean", "max", "min"):
+                options = {"on_step": False, "on_epoch": True, "sync_dist": True, "reduce_fx": reduce}
+                self.log(f"once_{reduce}", loss.detach(), **options)
         self.log("train_metric", self.metric, on_step=False, on_epoch=True)
         self.log("train_loss", loss, on_step=True, on_epoch=True, sync_dist=True)
         if self.config["manual"]:

@@ -47,7 +47,9 @@ def kill(config: dict[str, Any], step: int) -> dict[str, Any]:
     return {"at": "train", "step": step, "do": "SIGKILL", "after_file": saved}
 
 
-def killed_and_resumed(tmp: Path, *ranks: int, **options: Any) -> tuple[dict[str, Any], dict[int, list[int]], str]:
+def killed_and_resumed(
+    tmp: Path, *ranks: int, environment: dict[str, str] | None = None, **options: Any
+) -> tuple[dict[str, Any], dict[int, list[int]], str]:
     """Kills a run in its eighth step, its sixteenth and so on, and resumes it with other numbers of ranks.
 
     Returns:
@@ -61,7 +63,8 @@ def killed_and_resumed(tmp: Path, *ranks: int, **options: Any) -> tuple[dict[str
         log = f"{config['log']}-{number}"
         events = [] if is_last else [kill(config, 8 + 8 * number)]
         events += options.get("events", [])
-        codes, output = run({**with_ranks(config, count), "log": log, "events": events}, tmp / "disturbed")
+        part = {**with_ranks(config, count), "log": log, "events": events}
+        codes, output = run(part, tmp / "disturbed", environment=environment)
         assert (set(codes) == {0}) if is_last else (-signal.SIGKILL in codes), output
         trained |= samples(log)
     return config, trained, output
@@ -89,7 +92,8 @@ def assert_the_same_run(
     got, trained, output = killed_and_resumed(tmp, *ranks, **options)
     wanted, steps = undisturbed(tmp, ranks[0], **options)
     assert trained == steps
-    for name in {"train_loss_epoch", "train_metric"} - set(by_rank):
+    once = {"once_mean", "once_max", "once_min"} if options.get("logs_once") else set()
+    for name in {"train_loss_epoch", "train_metric", *once} - set(by_rank):
         value, known = (result(config)[0]["metrics"][name] for config in (got, wanted))
         assert value == pytest.approx(known, rel=tolerance), name
     if tolerance < 1e-3:
@@ -145,6 +149,17 @@ def test_with_what_else_there_is(tmp_path: Path, options: dict[str, Any]) -> Non
 SAME_FOR_ALL = {"augment": False, "dropout": 0.0}  # random numbers are others with other ranks
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [(4, 3, 4), (2, 4)], ids=lambda x: "-".join(map(str, x)))
+def test_who_comes_in_the_midst_of_an_epoch_knows_what_others_have_logged(
+    tmp_path: Path, ranks: tuple[int, ...]
+) -> None:
+    by_rank = ["train_metric", "average", "once_max", "once_min"] if ranks[0] < ranks[-1] else []
+    # The second part ends, or the epoch, when a batch has been trained on that logs more than others.
+    options = {"trainer": {"max_epochs": 2}, "logs_once": True, **SAME_FOR_ALL}
+    assert_the_same_run(tmp_path, *ranks, by_rank=by_rank, **options)
+
+
 @pytest.mark.parametrize(
     "ranks",
     [(2, 4), (2, 4, 2), (3, 4, 4, 3), (2, 4, 3, 4), (2, 4, 1, 2), (1, 2), (1, 4, 4, 1), (1, 4, 2)],
@@ -172,10 +187,10 @@ LEFT_OUT: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
 @pytest.mark.parametrize(("ranks", "options"), LEFT_OUT.values(), ids=LEFT_OUT.keys())
 @pytest.mark.slow_but_for("4-3")
 def test_the_batches_of_absent_ranks_are_left_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: tuple[int, ...], options: dict[str, Any]
+    tmp_path: Path, ranks: tuple[int, ...], options: dict[str, Any]
 ) -> None:
-    monkeypatch.setenv(GLOBAL_BATCH_VARIABLE, "shrink")
-    config, trained, output = killed_and_resumed(tmp_path, *ranks, **options)
+    shrink = {GLOBAL_BATCH_VARIABLE: "shrink"}
+    config, trained, output = killed_and_resumed(tmp_path, *ranks, environment=shrink, **options)
     wanted, steps = undisturbed(tmp_path, ranks[0], **options)
     there = {}  # in each step
     for number, count in enumerate(ranks):

@@ -160,12 +160,14 @@ class AbsentRanks:
         Args:
             mine: That of this rank, as :meth:`.ExactState.own_state` gives it.
         """
+        trainer = self._trainer
+        metrics = lightning_metrics.counts_for_nothing(trainer, trainer.lightning_module, mine["metrics"])
+        nothing = {"metrics": metrics, "absent": {}}
+        if self.shrinks:  # their random numbers will be those of this process, which has made as many steps
+            return {str(rank): {**mine, **nothing, "kept": state["kept"]} for rank, state in self.states.items()}
         theirs = {"now", *(("epoch", "first_batch") if mine["epoch"] is not None else ()), "kept", "metrics", "absent"}
         same = {key: value for key, value in mine.items() if key not in theirs}
-        trainer = self._trainer
-        nothing = lightning_metrics.counts_for_nothing(trainer, trainer.lightning_module, mine["metrics"])
-        same |= {"metrics": nothing, "absent": {}}
-        return {str(rank): {**state, **same} for rank, state in self.states.items()}
+        return {str(rank): {**state, **same, **nothing} for rank, state in self.states.items()}
 
     def stand_in(self, states: Mapping[int, dict[str, Any]]) -> None:
         """From now on :meth:`own_states` gives these states, of ranks whose places this process or another one takes.
@@ -214,15 +216,13 @@ class AbsentRanks:
         if self._batches_before is None:
             self._batches_before = lightning_progress.batches_in_all(self._trainer)
         if self.shrinks:
-            for state in self.states.values():
-                if not (is_resuming and self._is_within_epoch(state, done)):
-                    state["epoch"], state["first_batch"] = state["now"], None  # that behind the iterator's begin
             return
         self._loaders, self._fetched = self._data.of_others(), done
         for other in self._loaders:
             self._guard_workers(other.flattened)
         for (rank, state), loader in zip(self.states.items(), self._loaders, strict=True):
-            if is_resuming and self._is_within_epoch(state, done):
+            # The first batch of all is that of the next epoch, where the checkpoint is from the end of one.
+            if is_resuming and state["epoch"] is not None and (done or not state["fetched"]):
                 now = state["now"]
                 with self._random_state_of(rank):
                     self._set_random_state(state["epoch"])
@@ -236,10 +236,6 @@ class AbsentRanks:
                 with self._random_state_of(rank):
                     iter(loader)
                 state["first_batch"] = state["now"]
-
-    def _is_within_epoch(self, state: Mapping[str, Any], done: int) -> bool:
-        # The first batch of all is that of the next epoch, where the checkpoint is from the end of one.
-        return state["epoch"] is not None and bool(done or not state["fetched"])
 
     def _fetch_again(self, loader: Any, batches: int) -> None:
         if batches and not lightning_data.skip(loader, batches):
