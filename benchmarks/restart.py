@@ -43,8 +43,8 @@ ARMS = {
     "`torchrun`, Lightning's checkpoints": [sys.executable, "-m", "torch.distributed.run", "--max-restarts=1000"],
 }
 PATIENCE_S = 180.0
-BETWEEN_S = {name: 6.0 if name in ("`launch --spares auto`", "`launch --elastic`") else 2.0 for name in ARMS}
-"""Between a recovery and the next kill: in the longer time a spare is made again."""
+BETWEEN_S = 2.0
+"""Between a recovery, and the moment when spares are there again, and the next kill."""
 
 
 @dataclass(frozen=True)
@@ -101,8 +101,9 @@ class Arm:
     def __init__(self, command: list[str], model: str, ranks: int, folder: Path) -> None:
         marks = folder / "marks"
         marks.mkdir(parents=True)
-        self.folder = folder
-        self._notes = [Notes(marks / f"rank-{rank}") for rank in range(ranks)]
+        self._watch(folder, ranks)
+        self._taken = {"auto": ranks, "--elastic": 1}.get(command[-1], 0)  # spares, at each kill
+        self._spares = ranks if self._taken else 0  # that were made until now
         is_ours = "lightning_resilience.launch.cli" in command
         options = {"model": model, "marks": str(marks), "steps": 1_000_000, "ours": is_ours}
         where = (
@@ -125,15 +126,33 @@ class Arm:
                 cwd=folder,
                 start_new_session=True,
             )
-        self._output = folder / "output"
+
+    def _watch(self, folder: Path, ranks: int) -> None:
+        self.folder, self._output = folder, folder / "output"
+        self._notes = [Notes(folder / "marks" / f"rank-{rank}") for rank in range(ranks)]
+
+    def look(self) -> list[Mark]:
+        """All steps that ranks have made so far, rank by rank."""
+        for notes in self._notes:
+            notes.look()
+        return [mark for notes in self._notes for mark in notes.marks]
+
+    def look_after(self) -> None:
+        """What a launcher would do in between."""
 
     def train_on(self, seconds: float) -> None:
-        """Waits until all ranks have made a step from now on, and for so long."""
+        """Waits until all ranks have made a step from now on, and each has a spare again; and for so long."""
         since, deadline = time.monotonic(), time.monotonic() + PATIENCE_S
         for notes in self._notes:
             while not notes.look() or notes.marks[-1].seconds < since:
-                self._wait(deadline)
+                self.wait(deadline)
+        self._await_spares(deadline)
         time.sleep(seconds)
+
+    def _await_spares(self, deadline: float) -> None:
+        logs = self.folder / "run" / "logs"
+        while sum(log.read_text().count("is ready") for log in logs.glob("launcher-*")) < self._spares:
+            self.wait(deadline)
 
     def kill(self, rank: int) -> tuple[float, float]:
         """Kills a rank; the seconds until the next step of its successor, and until that one's first new step."""
@@ -142,27 +161,31 @@ class Arm:
         notes = self._notes[rank]
         pid, since = notes.marks[-1].pid, time.monotonic()
         os.kill(pid, signal.SIGKILL)
+        self._spares += self._taken
         deadline, made = since + PATIENCE_S, []
         reached = max(each.marks[-1].step for each in self._notes)
         while not made or made[-1].step <= reached:
             made += [mark for mark in notes.look() if mark.pid != pid]
-            self._wait(deadline)
+            self.wait(deadline)
         new = next(mark for mark in made if mark.step > reached)
         return made[0].seconds - since, new.seconds - since
 
     def spares(self) -> list[int]:
         """Waits until each rank has a spare that is ready; their processes."""
-        deadline, logs = time.monotonic() + PATIENCE_S, self.folder / "run" / "logs"
-        while sum(log.read_text().count("is ready") for log in logs.glob("launcher-*")) < len(self._notes):
-            self._wait(deadline)
+        self._await_spares(time.monotonic() + PATIENCE_S)
         children = psutil.Process(self._process.pid).children(recursive=True)
         kinds = {child.pid: child.environ().get(CHANNEL_VARIABLE, "").partition(",")[2] for child in children}
         return [pid for pid, kind in kinds.items() if kind == SPARE]
 
-    def _wait(self, deadline: float) -> None:
-        if self._process.poll() is not None or time.monotonic() > deadline:
+    def wait(self, deadline: float) -> None:
+        """A moment; an error if the launcher has ended, or behind the deadline."""
+        if self.has_ended() or time.monotonic() > deadline:
             raise RuntimeError(f"it has ended, or waits for something:\n{self._output.read_text()[-3000:]}")
         time.sleep(0.005)
+
+    def has_ended(self) -> bool:
+        """Whether the launcher has ended."""
+        return self._process.poll() is not None
 
     def end(self) -> None:
         """Ends it, and all that it has started."""
@@ -186,10 +209,11 @@ def measure(name: str, model: str, ranks: int, kills: int, seed: int) -> list[tu
         arm = Arm(ARMS[name], model, ranks, Path(folder))
         found = []
         try:
-            arm.train_on(BETWEEN_S[name])
+            arm.train_on(BETWEEN_S)
             for _ in range(kills):
                 found.append(arm.kill(draw.randrange(ranks)))
-                arm.train_on(BETWEEN_S[name] + draw.random())
+                print(f"{name}, {model}, {ranks} ranks: {found[-1][1]:.2f} s", file=sys.stderr, flush=True)
+                arm.train_on(BETWEEN_S + draw.random())
         finally:
             arm.end()
     return found
