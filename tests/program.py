@@ -32,6 +32,7 @@ import torch
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.utils.data import (
@@ -42,6 +43,7 @@ from torch.utils.data import (
     RandomSampler,
     Subset,
     TensorDataset,
+    WeightedRandomSampler,
     random_split,
 )
 from torchmetrics import MeanMetric
@@ -79,6 +81,7 @@ DEFAULTS: dict[str, Any] = {
     "data": "shuffle",
     "workers": 0,
     "batches": BATCHES,  # of each rank in an epoch
+    "size": None,  # samples of all ranks in an epoch, in place of the batches
     "persistent": False,
     "loader": {},  # more arguments of it
     "augment": True,
@@ -140,6 +143,7 @@ DEFAULTS: dict[str, Any] = {
     "device": None,  # what this process trains on, as it says
     "flips": [],  # {"step": 23, "rank": 1, "what": "weight", "bit": 12}, or "moment", "nan", "anything" with a "seed"
     "lbfgs": False,
+    "asks_early": False,  # the module's setup needs the number of steps, hence the data
     "logs_once": False,  # values that only the second batch of an epoch has
     "changes_batch": False,  # a step takes its batch apart
     "drifts": False,  # the ranks change their weights in ways of their own
@@ -325,7 +329,7 @@ class Stream(IterableDataset):
 
 
 def loader(config: dict[str, Any], world_size: int, rank: int) -> Any:
-    size = BATCH * config["batches"] * world_size
+    size = config["size"] or BATCH * config["batches"] * world_size
     kind, workers = config["data"], config["workers"]
     keep = {"num_workers": workers, "persistent_workers": config["persistent"] and workers > 0}
     keep |= config["loader"]
@@ -341,6 +345,12 @@ def loader(config: dict[str, Any], world_size: int, rank: int) -> Any:
         return None
     if kind == "tensors":
         return DataLoader(TensorDataset(torch.randn(size, 8)), BATCH, shuffle=True, **keep)
+    if kind in ("own sampler", "combined"):  # as torch's examples have it
+        sampler = DistributedSampler(data, world_size, rank, seed=3) if world_size > 1 else None
+        made = DataLoader(data, BATCH, sampler=sampler, shuffle=sampler is None, **keep)
+        return made if kind == "own sampler" else CombinedLoader({"x": DataLoader(data, BATCH, shuffle=True, **keep)})
+    if kind == "weighted":
+        return DataLoader(data, BATCH, sampler=WeightedRandomSampler([1.0] * size, size, replacement=False), **keep)
     if kind == "sequential":
         return DataLoader(data, BATCH, **keep)
     if kind == "shuffle":
@@ -436,6 +446,8 @@ class Module(L.LightningModule):
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Any:
         rank, step = self.trainer.global_rank, self.trainer.fit_loop.epoch_loop.total_batch_idx
+        if "x" in batch and isinstance(batch["x"], dict):
+            batch = batch["x"]
         if isinstance(batch, list):
             batch = {"x": batch[0], "id": torch.zeros(0)}
         if self.config["log"]:
@@ -467,6 +479,7 @@ class Module(L.LightningModule):
             for reduce in ("mean", "max", "min"):
                 options = {"on_step": False, "on_epoch": True, "sync_dist": True, "reduce_fx": reduce}
                 self.log(f"once_{reduce}", loss.detach(), **options)
+            self.log("once_of_rank", loss.detach(), on_step=False, on_epoch=True)
         self.log("train_metric", self.metric, on_step=False, on_epoch=True)
         self.log("train_loss", loss, on_step=True, on_epoch=True, sync_dist=True)
         if self.config["manual"]:
@@ -538,6 +551,8 @@ class Module(L.LightningModule):
             self.is_watched = True  # also where the fit is entered again
             kill_points.watch_gradients(self.net[-1].weight, self.net[0].weight)
         do(self.config, "setup", 0, self.trainer.global_rank)
+        if self.config["asks_early"]:
+            print(f"there will be {self.trainer.estimated_stepping_batches:g} steps", flush=True)
         if self.config["as_on_gpu"] is not None and membership.current() is not None:
             holders = (torch.optim.Optimizer, torch.nn.parallel.DistributedDataParallel)
             held = [type(each).__name__ for each in gc.get_objects() if issubclass(type(each), holders)]

@@ -10,13 +10,18 @@ import signal
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Collection
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as L
 import pytest
 import torch
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, TensorDataset
 
 from lightning_resilience._lightning import lightning_metrics
+from lightning_resilience._lightning.lightning_micro_batches import Division, TrainingData
+from lightning_resilience._lightning.lightning_patches import Patches
 from lightning_resilience.run.settings import GLOBAL_BATCH_VARIABLE, global_batch
 from tests.harness import differences, result, run, state_at_the_end, weights
 from tests.ledgers import read_ledger
@@ -149,15 +154,117 @@ def test_with_what_else_there_is(tmp_path: Path, options: dict[str, Any]) -> Non
 SAME_FOR_ALL = {"augment": False, "dropout": 0.0}  # random numbers are others with other ranks
 
 
+MORE: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
+    "a sampler of the script's for several ranks": ((1, 2), {"data": "own sampler", "trainer": {"max_epochs": 1}}),
+    "a sampler of the script's, and one rank": ((2, 1), {"data": "own sampler", "trainer": {"max_epochs": 1}}),
+    "a CombinedLoader": (
+        (2, 4, 4),
+        {"data": "combined", "trainer": {"max_epochs": 3, "reload_dataloaders_every_n_epochs": 1}},
+    ),
+    "data that a setup needs": ((2, 4), {"asks_early": True}),
+    "in order": ((1, 4, 2), {"data": "sequential", "trainer": {"max_epochs": 1}}),
+    "validation, a schedule, workers": (
+        (2, 4),
+        {"validation": True, "one_cycle": True, "workers": 1, "trainer": {"max_epochs": 2}},
+    ),
+    "local checkpoints": (
+        (2, 4, 3),
+        {"callbacks": ["preemption", "auto_resume", "local_checkpoint"], "local": {"every_n_train_steps": 1}},
+    ),
+    "a way back": ((2, 4), {"events": [{"at": "train", "step": 20, "do": "go_back", "once": True}]}),
+}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [(4, 3, 4), (2, 4)], ids=lambda x: "-".join(map(str, x)))
+@pytest.mark.parametrize(("ranks", "options"), MORE.values(), ids=MORE.keys())
+def test_more_ranks_with_what_else_there_is(tmp_path: Path, ranks: tuple[int, ...], options: dict[str, Any]) -> None:
+    assert_the_same_run(tmp_path, *ranks, by_rank=["train_metric", "average"], **{**SAME_FOR_ALL, **options})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("ranks", "options", "reason"),
+    [
+        pytest.param(
+            (1, 2), {"data": "weighted"}, "this epoch has the order of a WeightedRandomSampler", id="its own order"
+        ),
+        pytest.param((2, 4), {"loader": {"drop_last": True}, "size": 189}, "drop_last leaves out other", id="the last"),
+        pytest.param((2, 3), {}, "a batch of 4 cannot be divided so that a step keeps its samples", id="a batch"),
+    ],
+)
+def test_more_ranks_that_would_have_other_steps(
+    tmp_path: Path, ranks: tuple[int, ...], options: dict[str, Any], reason: str
+) -> None:
+    _, _, output = killed_and_resumed(tmp_path, *ranks, **options)
+    assert f"was saved by a run of {ranks[0]} ranks and is resumed by {ranks[1]}, and {reason}" in output
+    assert re.search(r"continues from batch (\d+) of each rank", output)
+
+
+@pytest.mark.slow
+def test_batches_that_are_skipped_are_the_same_with_more_ranks(tmp_path: Path) -> None:
+    options: dict[str, Any] = {
+        "callbacks": ["preemption", "auto_resume", "nan_guard"],
+        "nan_guard": {"action": "rollback"},
+        "spoils": [{"step": 7, "what": "loss"}],
+    }
+    config, trained, output = killed_and_resumed(tmp_path, 2, 4, **SAME_FOR_ALL, **options)
+    wanted, steps = undisturbed(tmp_path, 2, **SAME_FOR_ALL, **options)
+    assert "marked bad" not in output
+    assert trained == steps
+    states = [{**state_at_the_end(each), "average": 0} for each in (config, wanted)]
+    torch.testing.assert_close(*states, rtol=1e-4, atol=1e-6)
+
+
+@pytest.fixture
+def prepared() -> Callable[..., TrainingData]:
+    """What becomes of loaders of a script that are divided for 4 ranks that were 2."""
+
+    def prepare(loaders: Any, **about: Any) -> TrainingData:
+        trainer = L.Trainer(logger=False, barebones=True)
+        trainer.fit_loop._data_source.instance = loaders
+        data = TrainingData(trainer, Patches(), Division(**{**OF_TWO, **about}))
+        found = trainer.fit_loop._data_source.dataloader()
+        assert found is loaders
+        return data
+
+    return prepare
+
+
+OF_TWO: dict[str, Any] = {"ranks": range(1), "among": 4, "before": 2, "share": Fraction(1, 2)}
+
+
+def test_either_all_loaders_are_divided_or_none(prepared: Callable[..., TrainingData]) -> None:
+    data = TensorDataset(torch.zeros(64))
+    fits, does_not = DataLoader(data, 4), DataLoader(data, 3)
+    assert prepared([fits]).refused is None
+    assert prepared([fits]).share == Fraction(1, 2)
+    for loaders, reason in (
+        ([fits, does_not], "a batch of 3 cannot be divided"),
+        ({"a": fits, "b": [1, 2]}, "list is no DataLoader of torch's"),
+        ([DataLoader(data, batch_sampler=Batches(SequentialSampler(data), 4, False))], "a Batches makes the batches"),
+        ([fits, fits], "there are 2 data loaders, formerly 1"),
+    ):
+        known = {"orders": [["SequentialSampler"]]} if len(loaders) == 2 and loaders == [fits, fits] else {}
+        found = prepared(loaders, **known)
+        assert reason in (found.refused or "")
+        assert found.share == 1
+
+
+class Batches(BatchSampler):
+    """One of a script's own."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [(4, 3, 4), (2, 4), (1, 2)], ids=lambda x: "-".join(map(str, x)))
 def test_who_comes_in_the_midst_of_an_epoch_knows_what_others_have_logged(
     tmp_path: Path, ranks: tuple[int, ...]
 ) -> None:
     by_rank = ["train_metric", "average", "once_max", "once_min"] if ranks[0] < ranks[-1] else []
-    # The second part ends, or the epoch, when a batch has been trained on that logs more than others.
-    options = {"trainer": {"max_epochs": 2}, "logs_once": True, **SAME_FOR_ALL}
-    assert_the_same_run(tmp_path, *ranks, by_rank=by_rank, **options)
+    # When ranks come, a batch has been trained on that logs more than others, and the epoch has not ended. The last
+    # would end the fit if it were no number on one of them.
+    options = {"trainer": {"max_epochs": 2}, "logs_once": True, "save_every": 3, **SAME_FOR_ALL}
+    early = {"EarlyStopping": {"monitor": "once_of_rank", "patience": 100}}
+    assert_the_same_run(tmp_path, *ranks, by_rank=by_rank, lightning_callbacks=early, **options)
 
 
 @pytest.mark.parametrize(

@@ -190,6 +190,7 @@ def real_times(each: Story, typing: float) -> list[tuple[float, bool]]:
 # -- the picture -------------------------------------------------------------------------------------------------------
 
 _WIDTH, _LEFT, _ROW, _CHARACTER = 800, 22, 25, 11.8
+_HALF_CHARACTER = 5.2  # of the words below the strip
 _TOP = 46
 _BELOW = _TOP + ROWS * _ROW + 62
 _STRIP = _BELOW + ROWS_BELOW * _ROW + 46
@@ -334,8 +335,9 @@ def _strip(each: Story) -> Iterator[str]:
             yield f"<text class='i' x='{x + width / 2:.1f}' y='{_STRIP + 16}' text-anchor='middle'>{words}</text>"
     left, right = _LEFT + each.killed * scale, _LEFT + each.is_back * scale
     yield f"<path class='m' d='M{left:.1f} {_STRIP + 26}v6H{right:.1f}v-6'/>"
-    said = f"kill to back: {each.is_back - each.killed:.0f} s, {each.step_killed - each.step_resumed} steps done again"
-    yield f"<text class='t' x='{(left + right) / 2:.1f}' y='{_STRIP + 54}' text-anchor='middle'>{said}</text>"
+    said = f"kill to back: {each.is_back - each.killed:.1f} s, {each.step_killed - each.step_resumed} steps done again"
+    middle = max((left + right) / 2, _LEFT + len(said) * _HALF_CHARACTER)
+    yield f"<text class='t' x='{middle:.1f}' y='{_STRIP + 54}' text-anchor='middle'>{said}</text>"
 
 
 _STYLE = (

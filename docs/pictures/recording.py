@@ -19,6 +19,8 @@ from pathlib import Path
 import psutil
 
 from lightning_resilience.detect.hangs.rank_probe import own_directories
+from lightning_resilience.launch.channel import CHANNEL_VARIABLE
+from lightning_resilience.launch.park import SPARE
 from lightning_resilience.run.run_directory import RunDirectory
 
 ROOT = Path(__file__).parents[2]
@@ -121,6 +123,7 @@ def record(folder: Path) -> tuple[Output, Output]:
         wait(lambda: PROMPT in training.text and PROMPT in other.text, "two prompts")
         training.type(f"{LAUNCH}\n")
         run_dir = folder / "runs" / "train"
+        wait(lambda: spares_of(run_dir) == 2, "a spare process for each rank")
         wait(lambda: newest_local_step(run_dir) > last_epoch(training.text), "a local checkpoint within an epoch")
         go_on = time.monotonic() + LOSES_S
         wait(lambda: time.monotonic() > go_on, "steps to lose")
@@ -132,10 +135,18 @@ def record(folder: Path) -> tuple[Output, Output]:
     return tuple([(at, shortened(data, folder)) for at, data in each] for each in (training.output, other.output))
 
 
+def spares_of(run_dir: Path) -> int:
+    """How many spare processes have been ready so far."""
+    return sum(log.read_text().count("is ready") for log in run_dir.glob("logs/launcher-*"))
+
+
 def pid_of_rank_1(shell: int) -> int:
-    """The process of rank 1 among those that a shell has started."""
+    """The process of rank 1 among those that a shell has started, and not its spare."""
     for process in psutil.Process(shell).children(recursive=True):
-        if process.status() != psutil.STATUS_ZOMBIE and process.environ().get("RANK") == "1":
+        if process.status() == psutil.STATUS_ZOMBIE:
+            continue
+        environment = process.environ()
+        if environment.get("RANK") == "1" and not environment.get(CHANNEL_VARIABLE, "").endswith(SPARE):
             return process.pid
     raise LookupError("rank 1 is not there")
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import weakref
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
+
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
 
 from lightning_resilience._lightning.lightning_patches import Patches
 from lightning_resilience.checkpoint import data_position
@@ -40,6 +43,27 @@ def on_train_data(
 
     patches.set(fit_loop, "_load_combined_loader_states", lambda: first(load_states))
     patches.wrap(fit_loop.epoch_loop, "on_run_start", before=before_run)
+
+
+def keep_scripts_loaders(trainer: Trainer, patches: Patches) -> None:
+    """Has what is made of the loaders of a ``CombinedLoader`` not take their place in it.
+
+    Lightning puts them there, with samplers for as many ranks as there are: the next fit, or one that is entered again
+    with other ranks, would take them for the script's.
+    """
+    source = trainer.fit_loop._data_source
+    request = source.dataloader
+
+    def requested() -> Any:
+        found = request()
+        return copy.copy(found) if isinstance(found, CombinedLoader) else found
+
+    patches.set(source, "dataloader", requested)
+
+
+def forget(trainer: Trainer) -> None:
+    """Has the training data be set up again: a ``setup`` may have needed them before a checkpoint is loaded."""
+    trainer.fit_loop._combined_loader = None
 
 
 def train_loaders(trainer: Trainer) -> list[Any]:

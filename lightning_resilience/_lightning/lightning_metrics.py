@@ -189,16 +189,16 @@ def counts_for_nothing(trainer: Trainer, module: LightningModule, states: dict[s
         for name, metric in named_metrics(trainer, module)
         if name in states["modules"]
     }
-    return {**states, "results": {key: _emptied(each) for key, each in states["results"].items()}, "modules": modules}
+    results = {key: _emptied(each) if each["sync"]["should"] else each for key, each in states["results"].items()}
+    return {**states, "results": results, "modules": modules, "inherited": True}
 
 
 def _emptied(result: dict[str, Any]) -> dict[str, Any]:
-    value, kind = result["value"], result["reduce"]
-    if value is None or not result["meta"]["on_epoch"]:
+    """Without the weight that it has in a mean or a sum; the largest and the smallest are the same for all."""
+    value, batch = result["value"], result["cumulated_batch_size"]
+    if value is None or not result["meta"]["on_epoch"] or result["reduce"] not in ("mean", "sum"):
         return result
-    nothing = float("-inf") if kind == "max" else float("inf") if kind == "min" else 0.0
-    batch = result["cumulated_batch_size"]
-    emptied = {"value": torch.full_like(value, nothing, dtype=torch.get_default_dtype())}
+    emptied = {"value": torch.zeros_like(value)}
     return {**result, **emptied, "cumulated_batch_size": None if batch is None else torch.zeros_like(batch)}
 
 
@@ -212,6 +212,8 @@ def merged_metric_states(trainer: Trainer, module: LightningModule, states: Sequ
     """
     results, modules = dict(states[0]["results"]), dict(states[0]["modules"])
     for state in states[1:]:
+        if state.get("inherited"):
+            continue  # nothing of its own
         for key, other in state["results"].items():
             results[key] = _merged_result(results[key], other) if key in results else other
         for name, metric in named_metrics(trainer, module):
@@ -293,19 +295,33 @@ def set_metric_states(trainer: Trainer, module: LightningModule, states: dict[st
     set_latest_metrics(trainer, states)
 
 
-def take_over_sync(trainer: Trainer, patches: Patches) -> None:
+def take_over_sync(trainer: Trainer, patches: Patches, are_inherited: bool) -> None:
     """Has restored values take over whether they are reduced, where that is not known.
 
     A single rank logs all of them with ``sync_dist=False``, whatever the script says, and Lightning refuses a value
     that is logged with other arguments than before.
+
+    Args:
+        trainer: The Trainer.
+        patches: What undoes it.
+        are_inherited: Whether the values are those of another rank: they count for nothing once they are reduced.
     """
     results: Any = trainer.fit_loop.epoch_loop._results
-    log = results.log
+    log, inherited = results.log, set(results) if are_inherited else set()
 
     def logged(fx: str, name: str, *args: Any, sync_dist: bool = False, **kwargs: Any) -> None:
         for key in (f"{fx}.{name}", f"{fx}.{name}.{results.dataloader_idx}"):
             if key in results and results[key].meta.sync.should != sync_dist:
                 results[key].meta.sync.should = sync_dist
+                result = results[key]
+                if (
+                    key in inherited
+                    and result.is_tensor
+                    and not (result.meta.is_max_reduction or result.meta.is_min_reduction)
+                ):
+                    result.value = torch.zeros_like(result.value)
+                    if result.meta.is_mean_reduction:
+                        result.cumulated_batch_size = torch.zeros_like(result.cumulated_batch_size)
         log(fx, name, *args, sync_dist=sync_dist, **kwargs)
 
     patches.set(results, "log", logged)

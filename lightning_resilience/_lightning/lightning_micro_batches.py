@@ -7,6 +7,7 @@ import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from fractions import Fraction
 from itertools import cycle, islice
 from typing import TYPE_CHECKING, Any
@@ -14,8 +15,16 @@ from weakref import WeakKeyDictionary
 
 import torch
 from lightning.fabric.utilities.data import sized_len
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning_utilities.core.apply_func import apply_to_collection
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, RandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+)
 
 from lightning_resilience._lightning.lightning_patches import Patches
 
@@ -46,19 +55,75 @@ def why_not(trainer: Trainer, loader: Any) -> str | None:
     return None
 
 
+Order = list[Any]
+"""In which order a loader has its samples: what a sampler is, and what its order follows from.
+
+``["DistributedSampler", shuffle, seed, drop_last]``; ``["RandomSampler"]`` and ``["SequentialSampler"]``, of a single
+rank; else names of classes, whose orders are taken for the same.
+"""
+
+_OF_ONE = (RandomSampler, SequentialSampler)
+
+
+def order_of(sampler: Any) -> Order:
+    """The order of a sampler in the epoch in progress."""
+    if isinstance(sampler, _BegunByOne) and sampler.epoch == sampler.begun:
+        return [type(sampler.of_one).__name__]
+    if isinstance(sampler, _BegunByOne) or type(sampler) is DistributedSampler:
+        return ["DistributedSampler", sampler.shuffle, sampler.seed, sampler.drop_last]
+    if type(sampler) is RandomSampler and (sampler.replacement or sampler._num_samples is not None):
+        return ["RandomSampler", sampler.replacement, sampler._num_samples]
+    return [type(sampler).__name__, *([type(inner).__name__] if (inner := _wrapped(sampler)) is not None else [])]
+
+
+def orders(trainer: Trainer) -> list[Order]:
+    """Those of the training data."""
+    combined = trainer.fit_loop._combined_loader
+    loaders: list[Any] = [] if combined is None else combined.flattened
+    return [order_of(_sampler(each) if isinstance(each, DataLoader) else each) for each in loaders]
+
+
+def is_of_one(order: Order | None) -> bool:
+    """Whether it is that of a single rank, which others can take over."""
+    return order in [[each.__name__] for each in _OF_ONE]
+
+
+def _wrapped(sampler: Any) -> Any:
+    """What Lightning has wrapped, to divide it."""
+    return getattr(getattr(sampler, "dataset", None), "_sampler", None)
+
+
+@dataclass(frozen=True)
+class Division:
+    """How the training data of a run are divided among other ranks than before, or in smaller batches.
+
+    Attributes:
+        ranks: Whose data this process reads; the Trainer's own loops get those of the first.
+        among: How many ranks the data are divided among.
+        before: How many ranks the checkpoint knows.
+        share: How much of the script's batch is a batch of a rank.
+        kept: How large a batch of the first loader would be in the script if it divided a batch of all processes
+            itself, so that it stays as large; ``None`` if that is not known.
+        orders: In which order the loaders have the epoch in progress; ``None`` if another one begins.
+        epoch: The epoch in progress.
+    """
+
+    ranks: Sequence[int]
+    among: int
+    before: int
+    share: Fraction = Fraction(1)
+    kept: Fraction | None = None
+    orders: list[Order] | None = None
+    epoch: int = 0
+
+
 class TrainingData:
     """The training data of a process, divided among other ranks than there are processes, or in smaller batches.
 
     Args:
         trainer: The Trainer, before its data are set up.
         patches: What undoes it.
-        ranks: Whose data this process reads; the Trainer's own loops get those of the first.
-        among: How many ranks the data are divided among.
-        share: How much of the script's batch is a batch of a rank.
-        kept: How large a batch of the first loader would be in the script if it divided a batch of all processes
-            itself, so that it stays as large; ``None`` if that is not known.
-        begun_by_one: The epoch that a single rank has begun, whose order a shuffled loader keeps to its end; ``None``
-            if there is none.
+        division: How.
 
     Attributes:
         refused: Why they are not; ``None`` if they are, or have not been set up yet.
@@ -66,70 +131,93 @@ class TrainingData:
         is_by_script: Whether the script divides a batch of all processes itself.
     """
 
-    def __init__(
-        self,
-        trainer: Trainer,
-        patches: Patches,
-        ranks: Sequence[int],
-        among: int,
-        share: Fraction = Fraction(1),
-        kept: Fraction | None = None,
-        begun_by_one: int | None = None,
-    ) -> None:
+    def __init__(self, trainer: Trainer, patches: Patches, division: Division) -> None:
         self.refused: str | None = None
-        self.share = share
+        self.share = division.share
         self.is_by_script = False
-        self._trainer = trainer
-        self._ranks, self._among, self._begun_by_one = ranks, among, begun_by_one
+        self._trainer, self._division = trainer, division
+        self._ranks, self._among = division.ranks, division.among
         self._others: WeakKeyDictionary[Any, list[Any]] = WeakKeyDictionary()
-        self._kept, self._is_known = kept, False
-        connector = trainer._data_connector
-        prepare = connector._prepare_dataloader
+        self._is_known = False
+        self._orders: Iterator[Order | None] = iter(())
+        connector, source = trainer._data_connector, trainer.fit_loop._data_source
+        prepare, request = connector._prepare_dataloader, source.dataloader
+
+        def requested() -> Any:
+            found = request()
+            self._decide(found.flattened if isinstance(found, CombinedLoader) else CombinedLoader(found).flattened)
+            return found
 
         def prepared(dataloader: Any, shuffle: bool, mode: Any) -> Any:
             if mode is not type(mode).TRAINING or self.refused is not None:
                 return prepare(dataloader, shuffle=shuffle, mode=mode)
-            if (reason := why_not(self._trainer, dataloader) or self._why_not_smaller(dataloader)) is not None:
-                if self._others:
-                    raise ValueError(f"The training data cannot be divided among {self._among} ranks: {reason}.")
-                self.refused = reason
-                return prepare(dataloader, shuffle=shuffle, mode=mode)
-            own, *others = [self._of(rank, dataloader, shuffle, mode) for rank in self._ranks]
+            order = next(self._orders, None)
+            own, *others = [self._of(rank, dataloader, order, shuffle, mode) for rank in self._ranks]
             self._others[own] = others
             return own
 
+        patches.set(source, "dataloader", requested)
         patches.set(connector, "_prepare_dataloader", prepared)
 
+    def _decide(self, loaders: list[Any]) -> None:
+        """Whether and how these loaders are divided, all of them alike."""
+        known = self._division.orders
+        orders: list[Order | None] = [None] * len(loaders) if known is None else [*known]
+        reasons = (
+            why_not(self._trainer, each) or self._why_not_smaller(each) or self._why_not_in_order(each, order)
+            for each, order in zip(loaders, orders, strict=False)
+        )
+        reason = next(filter(None, reasons), None)
+        if len(orders) != len(loaders):
+            reason = f"there are {len(loaders)} data loaders, formerly {len(orders)}"
+        if reason is not None and self._others:
+            raise ValueError(f"The training data cannot be divided among {self._among} ranks: {reason}.")
+        self.refused, self._orders = reason, iter(orders)
+        if reason is not None:
+            self.share = Fraction(1)
+
     def _why_not_smaller(self, loader: DataLoader[Any]) -> str | None:
+        division = self._division
         size = loader.batch_size if type(loader.batch_sampler) is BatchSampler else None
         if not self._is_known:
-            self._is_known, self.is_by_script = True, size is not None and size == self._kept
+            self._is_known, self.is_by_script = True, size is not None and size == division.kept
             if self.is_by_script and (self._trainer.world_size > 1 or self._among == 1):
                 self._ranks, self._among, self.share = self._ranks[:1], self._trainer.world_size, Fraction(1)
-            elif self.is_by_script and size is not None and self._kept is not None:
+            elif self.is_by_script:
                 # A single rank's order would be another one.
                 self.is_by_script, self.share = False, Fraction(1, self._among)
-        if self.share == 1:
-            return None
         if size is None:
-            return f"a {type(loader.batch_sampler).__name__} makes the batches"
-        if (size * self.share).denominator > 1:
+            return None if self.share == 1 else f"a {type(loader.batch_sampler).__name__} makes the batches"
+        now = size * self.share
+        if now.denominator > 1:
             return f"a batch of {size} cannot be divided so that a step keeps its samples"
+        samples, drops = len(loader.dataset), (loader.drop_last, getattr(loader.sampler, "drop_last", False))  # type: ignore[arg-type]
+        before = now * self._among / division.before
+        if _steps(samples, self._among, now, *drops) != _steps(samples, division.before, before, *drops):
+            return "drop_last leaves out other samples"
         return None
 
-    def _of(self, rank: int, loader: DataLoader[Any], shuffle: bool, mode: Any) -> Any:
+    def _why_not_in_order(self, loader: DataLoader[Any], order: Order | None) -> str | None:
+        if order is None:
+            return None
+        now = order_of(self._sampler_of(self._ranks[0], loader, order, shuffle=True, mode=None))
+        if now == order or (now[0] == "DistributedSampler" and is_of_one(order)):
+            return None
+        return f"this epoch has the order of a {order[-1] if len(order) < 3 else order[0]} and not this one"
+
+    def _sampler_of(self, rank: int, loader: DataLoader[Any], order: Order | None, shuffle: bool, mode: Any) -> Any:
         connector: Any = sys.modules[type(self._trainer._data_connector).__module__]
         trainer: Any = self._trainer
         theirs = loader.sampler
         if isinstance(theirs, DistributedSampler):
-            sampler: Any = DistributedSampler(
-                theirs.dataset,
-                self._among,
-                rank,
-                shuffle=theirs.shuffle,
-                seed=theirs.seed,
-                drop_last=theirs.drop_last,
-            )
+            about: Any = (theirs.shuffle, theirs.seed, theirs.drop_last)
+        else:  # perhaps another number of ranks had the script's
+            about = order[1:] if order is not None and order[0] == "DistributedSampler" else None
+        if about is not None and isinstance(theirs, (DistributedSampler, *_OF_ONE)):
+            dataset: Any = theirs.dataset if isinstance(theirs, DistributedSampler) else loader.dataset
+            shuffle, seed, drop_last = about
+            options = {"shuffle": shuffle, "seed": seed, "drop_last": drop_last}
+            sampler: Any = DistributedSampler(dataset, self._among, rank, **options)
         else:
             sampler = connector._get_distributed_sampler(
                 loader,
@@ -139,12 +227,22 @@ class TrainingData:
                 num_replicas=self._among,
                 rank=rank,
             )
-        if self._begun_by_one is not None and isinstance(theirs, RandomSampler) and sampler.shuffle:
-            sampler = _BegunByOne(sampler, theirs, self._begun_by_one)
-        made = connector._update_dataloader(loader, sampler, mode=mode)
+        if is_of_one(order) and type(sampler) is DistributedSampler:
+            return _BegunByOne(sampler, _of_one(loader, order), self._division.epoch)
+        return sampler
+
+    def _of(self, rank: int, loader: DataLoader[Any], order: Order | None, shuffle: bool, mode: Any) -> Any:
+        connector: Any = sys.modules[type(self._trainer._data_connector).__module__]
+        sampler = self._sampler_of(rank, loader, order, shuffle, mode)
+        if isinstance(loader.sampler, DistributedSampler) and type(loader.batch_sampler) is BatchSampler:
+            # Lightning makes no such loader anew, and of a class of the script's it perhaps could not.
+            made: Any = copy.copy(loader)
+            batches = BatchSampler(sampler, loader.batch_sampler.batch_size, loader.batch_sampler.drop_last)
+            vars(made).update(sampler=sampler, batch_sampler=batches, _iterator=None)
+        else:
+            made = connector._update_dataloader(loader, sampler, mode=mode)
         if self.share != 1:
-            size = int(made.batch_size * self.share)
-            made.batch_sampler.batch_size = vars(made)["batch_size"] = size
+            made.batch_sampler.batch_size = vars(made)["batch_size"] = int(made.batch_size * self.share)
         connector._auto_add_worker_init_fn(made, rank)
         return made
 
@@ -169,7 +267,7 @@ class _BegunByOne(DistributedSampler[Any]):
     That order follows from the random state, which all ranks have of that one.
     """
 
-    def __init__(self, sampler: DistributedSampler[Any], of_one: RandomSampler, epoch: int) -> None:
+    def __init__(self, sampler: DistributedSampler[Any], of_one: Any, epoch: int) -> None:
         super().__init__(
             sampler.dataset,
             sampler.num_replicas,
@@ -178,19 +276,38 @@ class _BegunByOne(DistributedSampler[Any]):
             seed=sampler.seed,
             drop_last=sampler.drop_last,
         )
-        self._of_one, self._in = of_one, epoch
-        self.generator = of_one.generator
+        self.of_one, self.begun = of_one, epoch
+        self.set_epoch(epoch)
+        self.generator = getattr(of_one, "generator", None)
 
     def __iter__(self) -> Iterator[Any]:
-        if self.epoch != self._in:
+        if self.epoch != self.begun:
             return super().__iter__()
-        order = islice(cycle(list(self._of_one)), self.total_size)
+        order = islice(cycle(list(self.of_one)), self.total_size)
         return islice(order, self.rank, None, self.num_replicas)
+
+
+def _of_one(loader: DataLoader[Any], order: Order | None) -> Any:
+    """A single rank's sampler of that order, which the script may have for a single rank only."""
+    assert order is not None
+    if type(loader.sampler).__name__ == order[0]:
+        return loader.sampler
+    data: Any = loader.dataset
+    return RandomSampler(data, generator=loader.generator) if order == ["RandomSampler"] else SequentialSampler(data)
+
+
+def _steps(samples: int, ranks: int, batch: Fraction, drops_batch: bool, drops_samples: bool) -> tuple[int, int]:
+    """How many batches a rank has in an epoch, and how many samples all leave out."""
+    left_out = samples % ranks if drops_samples else 0
+    own = -(-(samples - left_out) // ranks)
+    return int(own // batch if drops_batch else -(-own // batch)), left_out
 
 
 def _sampler(loader: Any) -> Any:
     """The one that divides the data: a loader with a batch sampler of its own has it in there."""
-    return loader.sampler if isinstance(loader.sampler, DistributedSampler) else loader.batch_sampler.sampler
+    if isinstance(loader.sampler, DistributedSampler):
+        return loader.sampler
+    return getattr(loader.batch_sampler, "sampler", loader.sampler)
 
 
 def _copied(batch: Any) -> Any:

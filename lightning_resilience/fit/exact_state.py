@@ -18,11 +18,12 @@ from lightning_resilience._lightning import (
     lightning_limits,
     lightning_loops,
     lightning_metrics,
+    lightning_micro_batches,
     lightning_patches,
     lightning_progress,
     lightning_strategies,
 )
-from lightning_resilience._lightning.lightning_micro_batches import TrainingData
+from lightning_resilience._lightning.lightning_micro_batches import Division, TrainingData
 from lightning_resilience.checkpoint import data_position
 from lightning_resilience.checkpoint.reduction_order import (
     GradientArrivalRecorder,
@@ -81,7 +82,6 @@ class ExactState:
         self._epoch_begun: tuple[Any, Any] = (None, None)
         self._kept_of_lost: dict[str, Any] | None = None
         self._data: TrainingData | None = None
-        self._begun_by_one: int | None = None
         self._absent: AbsentRanks | None = None
         self._left_out = 0
         self._global_batch = global_batch()
@@ -136,6 +136,11 @@ class ExactState:
         return Fraction(1) if self._data is None else self._data.share
 
     @property
+    def begun_with(self) -> int:
+        """How many ranks with the script's batch have the samples of a step: as many as there were at first."""
+        return int(self.places * self.batch_share)
+
+    @property
     def share(self) -> float:
         """What the losses of this process are multiplied by, so that their mean is that over the ranks of the run."""
         return 1.0 if self._absent is None else self._absent.share
@@ -144,11 +149,6 @@ class ExactState:
     def left_out(self) -> int:
         """How many batches of absent ranks have been left out since the begin of the run, of all processes."""
         return self._left_out + (0 if self._absent is None else self._absent.left_out)
-
-    @property
-    def _of_one(self) -> int | None:
-        """The epoch in progress, if a single rank has begun it and several go on with it."""
-        return self._begun_by_one if self._begun_by_one == self.fit.trainer.current_epoch else None
 
     @property
     def is_in_vain(self) -> bool:
@@ -206,7 +206,7 @@ class ExactState:
             "accumulates": self.accumulates,
             "batch_sizes": data_position.batch_sizes(lightning_data.train_loaders(self.fit.trainer)),
             "batch_share": str(self.batch_share),
-            "begun_by_one": None if final else self._of_one,
+            "orders": None if final else lightning_micro_batches.orders(self.fit.trainer),
             "left_out": self.left_out,
             "modes": now["modes"],
             "world_size": self.places,
@@ -283,9 +283,10 @@ class ExactState:
         """
         trainer = self.fit.trainer
         world, share = trainer.world_size, Fraction(own["batch_share"])
-        of_one = epoch if before == 1 and world > 1 else own["begun_by_one"]
+        orders = own.get("orders") if own["fetched"] else None  # of an epoch that has begun
+        is_begun_by_one = world > 1 and any(map(lightning_micro_batches.is_of_one, orders or ()))
         self._was = before, f"{what} and is resumed by {world}"
-        if before == world and share == 1 and of_one is None:
+        if before == world and share == 1 and not is_begun_by_one:
             return own
         sizes: list[int | None] = own.get("batch_sizes") or []
         places, now = before, before * share / world
@@ -293,13 +294,16 @@ class ExactState:
         can_have_own = (world > 1 or before == 1) and all(size and size * before % world == 0 for size in sizes)
         if (now <= 1 and can_have_own) or before < world:
             places, share = world, now
-        if before != world and (reason := absent_ranks.why_not(trainer, places)) is not None:
+        reason = None if before == world else absent_ranks.why_not(trainer, places)
+        if before == 1 and own["fetched"] and "orders" not in own:
+            reason = "an earlier version has saved it"
+        if reason is not None:
             self._was = before, f"{self._was[1]}, and {reason}"
             return None
         kept = Fraction(sizes[0] * before, world) if sizes and sizes[0] else None
         ranks = range(self.fit.rank, places, world)
-        self._begun_by_one = of_one
-        self._data = TrainingData(trainer, self.loading, ranks, places, share, kept, of_one)
+        division = Division(ranks, places, before, share, kept, orders, epoch)
+        self._data = TrainingData(trainer, self.loading, division)
         if places > world:
             shrinks = self.fit.from_rank_0(lambda: self._global_batch) == SHRINK
             functions = self.fit.advanced, self.get_random_state, self.set_random_state, self._guard_workers
@@ -307,13 +311,21 @@ class ExactState:
         return own
 
     def _begin_division(self, data: TrainingData, resumed: dict[str, Any]) -> None:
-        """The training data are set up, divided among the ranks that are there, or not."""
+        """The training data are set up, divided among the ranks that are there, or not.
+
+        Raises:
+            RuntimeError: If ranks have loaders that differ.
+        """
         before, what = self._was
         world, is_first = self.fit.trainer.world_size, self.fit.trainer.is_global_zero
+        answers = self.fit.gather((data.refused, str(data.share), data.is_by_script))
+        if len(set(answers)) > 1:
+            different = next(rank for rank, each in enumerate(answers) if each != answers[0])
+            raise RuntimeError(f"Ranks 0 and {different} have training data loaders that differ: {answers}.")
         if data.refused is not None:
             resumed["mine"], resumed["arrival_order"] = None, None
             self._was = before, f"{what}, and {data.refused}"
-            self._data = self._absent = self._begun_by_one = None
+            self._data = self._absent = None
             return
         if data.is_by_script:
             self._absent = None
@@ -336,9 +348,12 @@ class ExactState:
             return
         if resumed["batch_sizes"]:
             resumed["batch_sizes"] = [size and size * before // world for size in resumed["batch_sizes"]]
+        sizes = " and ".join(map(str, data_position.batch_sizes(lightning_data.train_loaders(self.fit.trainer))))
         if before != world and is_first:
-            sizes = " and ".join(map(str, resumed["batch_sizes"]))
-            log.warning("%s: each has batches of %s. Steps have the same samples as before.", what, sizes)
+            same = "Steps have the same samples as before; a loss that is a mean over its batch has the same gradient."
+            log.warning("%s: each has batches of %s. %s", what, sizes, same)
+        elif self.batch_share != 1 and is_first:
+            log.info("Batches of %s, %s of the script's: there were fewer ranks at first.", sizes, self.batch_share)
 
     def begin_data(self, loaders: list[Any], load_loader_states: Callable[[], None]) -> None:
         """Prepares the data loaders for the resume, before their workers start."""
@@ -491,7 +506,9 @@ class ExactState:
                 metrics = lightning_metrics.merged_metric_states(*fit, resumed["metrics"])
                 lightning_metrics.set_metric_states(*fit, metrics)
                 if resumed["was_alone"] != (self.fit.trainer.world_size == 1):
-                    lightning_metrics.take_over_sync(self.fit.trainer, self.fit.patches)
+                    lightning_metrics.take_over_sync(
+                        self.fit.trainer, self.fit.patches, resumed["metrics"][0].get("inherited", False)
+                    )
                 if mine.get("accumulates", self.accumulates) != self.accumulates:
                     del mine["modes"]["accumulate_grad_batches"]  # the script has changed it
                 lightning_loops.set_train_eval_modes(self.fit.trainer, self.fit.module, mine["modes"])
@@ -517,7 +534,7 @@ class ExactState:
         """Forgets the epoch before a rollback."""
         self.loading.undo()
         self._leave_absent()
-        self._data = self._absent = self._begun_by_one = None
+        self._data = self._absent = None
         # A scheduler of it checks at the start that nothing else has set it.
         self.fit.trainer.accumulate_grad_batches = self.accumulates
         self._first_batch_random_state = self._epoch_random_state = self._before_fetch = None
@@ -545,7 +562,6 @@ def _with_defaults(own: dict[str, Any]) -> dict[str, Any]:
         "kept": {},
         "absent": {},
         "batch_share": "1",
-        "begun_by_one": None,
         "left_out": 0,
     }
     return {**defaults, **own, "metrics": metrics}

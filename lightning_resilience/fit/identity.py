@@ -153,6 +153,7 @@ class FitIdentity:
         trainer = self.fit.trainer
         data = data_position.describe_data(loaders)
         found: Settings = {}
+        share = self.exact.batch_share
         if not os.environ.get(RUN_DIR_VARIABLE):  # else the launch compares them; limits are those of the Trainer
             given = settings_of_arguments(sys.argv[1:])
             found = {name: value for name, value in given.items() if not is_end(name)}
@@ -160,7 +161,7 @@ class FitIdentity:
         found |= flat("data", getattr(getattr(trainer, "datamodule", None), "hparams", None) or {})
         found |= self._optimizers or {}
         found |= {
-            "batch size": _one(data_position.batch_sizes(loaders)),
+            "batch size": _one([size and int(size / share) for size in data_position.batch_sizes(loaders)]),
             "training samples": _one([each["length"] for each in data]),
             **flat("precision", trainer.precision),
             **flat("accumulate_grad_batches", self.exact.accumulates),

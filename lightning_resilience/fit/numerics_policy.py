@@ -269,7 +269,7 @@ class NumericsPolicy(Participant):
 
         def recorded() -> list[str]:
             # Batches have the same numbers as long as they are divided among as many ranks.
-            self._history = RollbackHistory.read(self._file, session.exact.places)
+            self._history = RollbackHistory.read(self._file, session.exact.begun_with)
             if self._history.initially_nonfinite is None:
                 self._history.initially_nonfinite = names
                 self._write()

@@ -102,6 +102,7 @@ class FitSession:
         """The callbacks that take part."""
         self.interrupted_by: Callable[[], BaseException | None] = lambda: None
         """A weak reference to the exception that has stopped the fit in order."""
+        self._has_restored = False
         self.has_left = False
         self._guarded: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self._running = False
@@ -126,6 +127,7 @@ class FitSession:
         lightning_loops.before_strategy_setup(trainer, patches, self._identity.describe)
         lightning_checkpoints.on_restore(trainer, patches, self._restore)
         lightning_checkpoints.on_restore_training_state(trainer, patches, self._restorer.restoring_training_state)
+        lightning_data.keep_scripts_loaders(trainer, patches)
         lightning_data.on_train_data(trainer, patches, self._before_first_iterator, self._before_iterator)
         lightning_loops.on_fit_run(trainer, patches, self._run)
         lightning_loops.on_fit_loop(
@@ -145,10 +147,12 @@ class FitSession:
             with self.fit.time.during(time_account.RESTORE):
                 self._restorer.restore(explicit, weights_only)
                 self._replaceability.check_has_state(self.selector.loaded is not None)
+        self._has_restored = True
+        lightning_data.forget(self.fit.trainer)
 
     def _before_first_iterator(self, load_loader_states: Callable[[], None]) -> None:
         loaders = lightning_data.train_loaders(self.fit.trainer)
-        if self._is_search():
+        if self._is_search() or not self._has_restored:
             load_loader_states()
             return
         self._guard_workers(loaders)
