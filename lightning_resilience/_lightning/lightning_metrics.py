@@ -190,7 +190,7 @@ def counts_for_nothing(trainer: Trainer, module: LightningModule, states: dict[s
         if name in states["modules"]
     }
     results = {key: _emptied(each) if each["sync"]["should"] else each for key, each in states["results"].items()}
-    return {**states, "results": results, "modules": modules, "inherited": True}
+    return {**states, "results": results, "modules": modules}
 
 
 def _emptied(result: dict[str, Any]) -> dict[str, Any]:
@@ -212,8 +212,6 @@ def merged_metric_states(trainer: Trainer, module: LightningModule, states: Sequ
     """
     results, modules = dict(states[0]["results"]), dict(states[0]["modules"])
     for state in states[1:]:
-        if state.get("inherited"):
-            continue  # nothing of its own
         for key, other in state["results"].items():
             results[key] = _merged_result(results[key], other) if key in results else other
         for name, metric in named_metrics(trainer, module):

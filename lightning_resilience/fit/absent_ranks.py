@@ -162,7 +162,7 @@ class AbsentRanks:
         """
         trainer = self._trainer
         metrics = lightning_metrics.counts_for_nothing(trainer, trainer.lightning_module, mine["metrics"])
-        nothing = {"metrics": metrics, "absent": {}}
+        nothing = {"metrics": metrics, "inherited": True, "absent": {}}
         if self.shrinks:  # their random numbers will be those of this process, which has made as many steps
             return {str(rank): {**mine, **nothing, "kept": state["kept"]} for rank, state in self.states.items()}
         theirs = {"now", *(("epoch", "first_batch") if mine["epoch"] is not None else ()), "kept", "metrics", "absent"}

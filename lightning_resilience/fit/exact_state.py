@@ -254,7 +254,8 @@ class ExactState:
         of_others = [states[rank] for rank in range(self.fit.rank + trainer.world_size, before, trainer.world_size)]
         self.resumed = {
             "mine": mine,
-            "metrics": [own["metrics"], *(each["metrics"] for each in of_others)],
+            "metrics": [own["metrics"], *(each["metrics"] for each in of_others if not each.get("inherited"))],
+            "inherited": own.get("inherited", False),
             "was_alone": saved_by == 1,
             "due": state["due"],
             "final": state["final"],
@@ -267,7 +268,7 @@ class ExactState:
     def _of_newcomer(self, first: dict[str, Any]) -> dict[str, Any]:
         """The state of a rank that the run did not have, which has what all have from the first."""
         nothing = lightning_metrics.counts_for_nothing(self.fit.trainer, self.fit.module, first["metrics"])
-        return {**first, "kept": {}, "metrics": nothing}
+        return {**first, "kept": {}, "metrics": nothing, "inherited": True}
 
     def _divide(self, own: dict[str, Any], before: int, epoch: int, what: str) -> dict[str, Any] | None:
         """Divides the training data among the ranks that are there, so that steps have the samples of the run.
@@ -506,9 +507,7 @@ class ExactState:
                 metrics = lightning_metrics.merged_metric_states(*fit, resumed["metrics"])
                 lightning_metrics.set_metric_states(*fit, metrics)
                 if resumed["was_alone"] != (self.fit.trainer.world_size == 1):
-                    lightning_metrics.take_over_sync(
-                        self.fit.trainer, self.fit.patches, resumed["metrics"][0].get("inherited", False)
-                    )
+                    lightning_metrics.take_over_sync(self.fit.trainer, self.fit.patches, resumed["inherited"])
                 if mine.get("accumulates", self.accumulates) != self.accumulates:
                     del mine["modes"]["accumulate_grad_batches"]  # the script has changed it
                 lightning_loops.set_train_eval_modes(self.fit.trainer, self.fit.module, mine["modes"])
