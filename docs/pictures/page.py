@@ -49,7 +49,7 @@ def strip(run_dir: Path) -> str:
         shapes.append(f'<path class="mark" d="M{x:.1f} {top - 6}V{bottom}"/>')
         lane = next((lane for lane, end in enumerate(free) if end <= x), None)
         if lane is not None and x + 7.6 * len(words) < _WIDTH:
-            free[lane] = x + 8.4 * len(words)
+            free[lane] = x + 9.5 * len(words)
             shapes.append(text(round(x, 1), top - 10 - 18 * lane, words, "cause"))
     for place, words in axis.ticks():
         shapes.append(text(round(_LEFT + (_WIDTH - 2 * _LEFT) * place, 1), bottom + 18, words, "soft small"))
