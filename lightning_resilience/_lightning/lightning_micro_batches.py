@@ -70,7 +70,7 @@ def order_of(sampler: Any) -> Order:
     if isinstance(sampler, _BegunByOne) and sampler.epoch == sampler.begun:
         return [type(sampler.of_one).__name__]
     if isinstance(sampler, _BegunByOne) or type(sampler) is DistributedSampler:
-        return ["DistributedSampler", sampler.shuffle, sampler.seed, sampler.drop_last]
+        return ["DistributedSampler", sampler.shuffle, sampler.seed if sampler.shuffle else 0, sampler.drop_last]
     if type(sampler) is RandomSampler and (sampler.replacement or sampler._num_samples is not None):
         return ["RandomSampler", sampler.replacement, sampler._num_samples]
     return [type(sampler).__name__, *([type(inner).__name__] if (inner := _wrapped(sampler)) is not None else [])]
@@ -104,8 +104,8 @@ class Division:
         share: How much of the script's batch is a batch of a rank.
         kept: How large a batch of the first loader would be in the script if it divided a batch of all processes
             itself, so that it stays as large; ``None`` if that is not known.
-        orders: In which order the loaders have the epoch in progress; ``None`` if another one begins.
-        epoch: The epoch in progress.
+        orders: In which order the loaders have had their epochs; ``None`` if that is not known.
+        epoch: The epoch in progress; ``None`` if one begins.
     """
 
     ranks: Sequence[int]
@@ -114,7 +114,7 @@ class Division:
     share: Fraction = Fraction(1)
     kept: Fraction | None = None
     orders: list[Order] | None = None
-    epoch: int = 0
+    epoch: int | None = None
 
 
 class TrainingData:
@@ -161,15 +161,20 @@ class TrainingData:
 
     def _decide(self, loaders: list[Any]) -> None:
         """Whether and how these loaders are divided, all of them alike."""
-        known = self._division.orders
-        orders: list[Order | None] = [None] * len(loaders) if known is None else [*known]
+        known, count = self._division.orders, len(loaders)
+        is_in_progress = self._division.epoch is not None and not self._others  # else they are made anew
+        orders: list[Order | None] = [*known] if known is not None and len(known) == count else [None] * count
+        if not is_in_progress:
+            orders = [None if is_of_one(each) else each for each in orders]
         reasons = (
-            why_not(self._trainer, each) or self._why_not_smaller(each) or self._why_not_in_order(each, order)
-            for each, order in zip(loaders, orders, strict=False)
+            why_not(self._trainer, each)
+            or self._why_not_smaller(each)
+            or (self._why_not_in_order(each, order) if is_in_progress else None)
+            for each, order in zip(loaders, orders, strict=True)
         )
         reason = next(filter(None, reasons), None)
-        if len(orders) != len(loaders):
-            reason = f"there are {len(loaders)} data loaders, formerly {len(orders)}"
+        if is_in_progress and known is not None and len(known) != count:
+            reason = f"there are {count} data loaders, formerly {len(known)}"
         if reason is not None and self._others:
             raise ValueError(f"The training data cannot be divided among {self._among} ranks: {reason}.")
         self.refused, self._orders = reason, iter(orders)
@@ -227,7 +232,7 @@ class TrainingData:
                 num_replicas=self._among,
                 rank=rank,
             )
-        if is_of_one(order) and type(sampler) is DistributedSampler:
+        if is_of_one(order) and type(sampler) is DistributedSampler and self._division.epoch is not None:
             return _BegunByOne(sampler, _of_one(loader, order), self._division.epoch)
         return sampler
 

@@ -248,7 +248,9 @@ class ExactState:
         own = states.get(self.fit.rank) or self._of_newcomer(states[0])
         epoch = checkpoint["loops"]["fit_loop"]["epoch_progress"]["current"]["processed"]
         self._left_out = own["left_out"]
-        mine = self._divide(own, before, epoch, f"{path} was saved by a run of {before} ranks")
+        is_over = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]["is_last_batch"]
+        in_progress = epoch if own["fetched"] and not is_over else None
+        mine = self._divide(own, before, in_progress, f"{path} was saved by a run of {before} ranks")
         if self._absent is not None:
             self._absent.resume(states)
         of_others = [states[rank] for rank in range(self.fit.rank + trainer.world_size, before, trainer.world_size)]
@@ -270,13 +272,13 @@ class ExactState:
         nothing = lightning_metrics.counts_for_nothing(self.fit.trainer, self.fit.module, first["metrics"])
         return {**first, "kept": {}, "metrics": nothing, "inherited": True}
 
-    def _divide(self, own: dict[str, Any], before: int, epoch: int, what: str) -> dict[str, Any] | None:
+    def _divide(self, own: dict[str, Any], before: int, epoch: int | None, what: str) -> dict[str, Any] | None:
         """Divides the training data among the ranks that are there, so that steps have the samples of the run.
 
         Args:
             own: This rank's state.
             before: How many ranks the run has.
-            epoch: That of the checkpoint.
+            epoch: The one in progress; ``None`` if one begins.
             what: Says what was saved by whom.
 
         Returns:
@@ -284,8 +286,8 @@ class ExactState:
         """
         trainer = self.fit.trainer
         world, share = trainer.world_size, Fraction(own["batch_share"])
-        orders = own.get("orders") if own["fetched"] else None  # of an epoch that has begun
-        is_begun_by_one = world > 1 and any(map(lightning_micro_batches.is_of_one, orders or ()))
+        orders = own.get("orders")
+        is_begun_by_one = world > 1 and epoch is not None and any(map(lightning_micro_batches.is_of_one, orders or ()))
         self._was = before, f"{what} and is resumed by {world}"
         if before == world and share == 1 and not is_begun_by_one:
             return own
@@ -296,7 +298,7 @@ class ExactState:
         if (now <= 1 and can_have_own) or before < world:
             places, share = world, now
         reason = None if before == world else absent_ranks.why_not(trainer, places)
-        if before == 1 and own["fetched"] and "orders" not in own:
+        if before == 1 and epoch is not None and orders is None:
             reason = "an earlier version has saved it"
         if reason is not None:
             self._was = before, f"{self._was[1]}, and {reason}"
