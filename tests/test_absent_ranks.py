@@ -238,14 +238,15 @@ def test_either_all_loaders_are_divided_or_none(prepared: Callable[..., Training
     fits, does_not = DataLoader(data, 4), DataLoader(data, 3)
     assert prepared([fits]).refused is None
     assert prepared([fits]).share == Fraction(1, 2)
-    for loaders, reason in (
-        ([fits, does_not], "a batch of 3 cannot be divided"),
-        ({"a": fits, "b": [1, 2]}, "list is no DataLoader of torch's"),
-        ([DataLoader(data, batch_sampler=Batches(SequentialSampler(data), 4, False))], "a Batches makes the batches"),
-        ([fits, fits], "there are 2 data loaders, formerly 1"),
+    own_batches = DataLoader(data, batch_sampler=Batches(SequentialSampler(data), 4, False))
+    of_one_loader = {"orders": [["SequentialSampler"]], "epoch": 0}
+    for loaders, about, reason in (
+        ([fits, does_not], {}, "a batch of 3 cannot be divided"),
+        ({"a": fits, "b": [1, 2]}, {}, "list is no DataLoader of torch's"),
+        ([own_batches], {}, "a Batches makes the batches"),
+        ([fits, fits], of_one_loader, "there are 2 data loaders, formerly 1"),
     ):
-        known = {"orders": [["SequentialSampler"]]} if len(loaders) == 2 and loaders == [fits, fits] else {}
-        found = prepared(loaders, **known)
+        found = prepared(loaders, **about)
         assert reason in (found.refused or "")
         assert found.share == 1
 
