@@ -28,6 +28,7 @@ NAMES: dict[str, tuple[Callable[[Any], Any], set[str]]] = {
         | {"_run", "_teardown"}
         | {"barebones", "callbacks", "fast_dev_run", "fit_loop"},
     ),
+    "source of training data": (lambda t: t.fit_loop._data_source, {"dataloader"}),
     "checkpoint connector": (
         lambda t: t._checkpoint_connector,
         {"_ckpt_path", "_loaded_checkpoint", "_restore_modules_and_callbacks"}
@@ -56,7 +57,8 @@ NAMES: dict[str, tuple[Callable[[Any], Any], set[str]]] = {
     ),
     "fit loop": (
         lambda t: t.fit_loop,
-        {"_combined_loader", "_combined_loader_states_to_load", "_data_fetcher", "_last_train_dl_reload_epoch"}
+        {"_combined_loader", "_combined_loader_states_to_load", "_data_fetcher", "_data_source"}
+        | {"_last_train_dl_reload_epoch"}
         | {
             "_load_combined_loader_states",
             "_restarting",

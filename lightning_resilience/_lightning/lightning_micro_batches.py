@@ -71,8 +71,8 @@ def order_of(sampler: Any) -> Order:
         return [type(sampler.of_one).__name__]
     if isinstance(sampler, _BegunByOne) or type(sampler) is DistributedSampler:
         return ["DistributedSampler", sampler.shuffle, sampler.seed if sampler.shuffle else 0, sampler.drop_last]
-    if type(sampler) is RandomSampler and (sampler.replacement or sampler._num_samples is not None):
-        return ["RandomSampler", sampler.replacement, sampler._num_samples]
+    if type(sampler) is RandomSampler and (sampler.replacement or sampler.num_samples != len(sampler.data_source)):
+        return ["RandomSampler", sampler.replacement, sampler.num_samples]
     return [type(sampler).__name__, *([type(inner).__name__] if (inner := _wrapped(sampler)) is not None else [])]
 
 
