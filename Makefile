@@ -51,7 +51,7 @@ test-all: $(READY) .venv/.as-on-gpu ## Run all tests but the campaigns and those
 test-kills: $(READY) ## The long tests: kills at random instants, every signal, every hang, every drill
 	@$(BIN)/python -m pytest -m campaign --timeout=1800
 
-test-mutations: $(READY) ## Take 70 guards away, one at a time, and see a test fail each time (about 5 minutes)
+test-mutations: $(READY) ## Take each guard away, one at a time, and see a test fail each time (about half an hour)
 	@$(BIN)/python -m tests.mutations
 
 test-gpu: $(READY) ## Check on this machine's NVIDIA GPUs what only they can show (less than 40 minutes)

@@ -233,7 +233,7 @@ class ExactState:
         """Takes this rank's part of a checkpoint.
 
         Returns:
-            The rank's own state; ``None`` if another number of ranks has saved it.
+            The rank's own state; ``None`` if other ranks have saved it, and these cannot have the same steps.
         """
         state: dict[str, Any] = checkpoint[STATE_KEY]
         trainer, arrival_order = self.fit.trainer, state["arrival_order"]
