@@ -34,8 +34,8 @@ class LocalCheckpoint(SessionCallback):
     tensor parallelism) save the shards; nothing is gathered. With several nodes each rank's own file is copied to
     another node too.
 
-    Local checkpoints belong to the strategy that saved them and, unless steps can stay the same with others (plain DDP),
-    to the number of ranks; else the run resumes from its newest global checkpoint
+    Local checkpoints belong to the strategy that saved them and, unless steps can stay the same with others (plain
+    DDP), to the number of ranks; else the run resumes from its newest global checkpoint
     (:class:`~lightning_resilience.AutoResume`). They are removed when the fit has finished.
 
     Args:
