@@ -829,7 +829,7 @@ GUARDS = [
     Guard(
         "more ranks: what is made of a CombinedLoader's loaders does not take their place",
         "_lightning/lightning_data.py",
-        "copy.copy(found) if isinstance(found, CombinedLoader) else found",
+        "copy.copy(found) if isinstance(found, combined_loader) else found",
         "found",
         "tests/test_absent_ranks.py::test_more_ranks_with_what_else_there_is[a CombinedLoader]",
     ),

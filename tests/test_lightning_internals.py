@@ -15,6 +15,7 @@ import torchmetrics
 from torch.utils.data import DataLoader
 
 import lightning_resilience
+from lightning_resilience._lightning import lightning_data
 
 PACKAGE = Path(lightning_resilience.__file__).parent
 HOME = sorted((PACKAGE / "_lightning").glob("*.py"))
@@ -303,6 +304,12 @@ def test_every_name_exists(trainer: Any, where: str) -> None:
     owner = find(trainer)
     missing = sorted(name for name in names if not hasattr(owner, name))
     assert not missing, f"{where} has no {', '.join(missing)} any more: see who uses it in _lightning/"
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_combined_loader_is_that_of_the_trainers_package(package: str) -> None:
+    trainer = importlib.import_module(package).Trainer(barebones=True)
+    assert lightning_data.combined_loader_class(trainer).__module__ == f"{package}.utilities.combined_loader"
 
 
 @pytest.mark.parametrize("package", PACKAGES)

@@ -5,11 +5,10 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import sys
 import weakref
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
-
-from lightning.pytorch.utilities.combined_loader import CombinedLoader
 
 from lightning_resilience._lightning.lightning_patches import Patches
 from lightning_resilience.checkpoint import data_position
@@ -45,18 +44,23 @@ def on_train_data(
     patches.wrap(fit_loop.epoch_loop, "on_run_start", before=before_run)
 
 
+def combined_loader_class(trainer: Trainer) -> Any:
+    """The ``CombinedLoader`` of the package whose Trainer this is: ``lightning`` or ``pytorch_lightning``."""
+    return vars(sys.modules[type(trainer.fit_loop).__module__])["CombinedLoader"]
+
+
 def keep_scripts_loaders(trainer: Trainer, patches: Patches) -> None:
     """Has what is made of the loaders of a ``CombinedLoader`` not take their place in it.
 
     Lightning puts them there, with samplers for as many ranks as there are: the next fit, or one that is entered again
     with other ranks, would take them for the script's.
     """
-    source = trainer.fit_loop._data_source
+    source, combined_loader = trainer.fit_loop._data_source, combined_loader_class(trainer)
     request = source.dataloader
 
     def requested() -> Any:
         found = request()
-        return copy.copy(found) if isinstance(found, CombinedLoader) else found
+        return copy.copy(found) if isinstance(found, combined_loader) else found
 
     patches.set(source, "dataloader", requested)
 

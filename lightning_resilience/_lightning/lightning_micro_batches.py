@@ -15,7 +15,6 @@ from weakref import WeakKeyDictionary
 
 import torch
 from lightning.fabric.utilities.data import sized_len
-from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch.utils.data import (
     BatchSampler,
@@ -26,6 +25,7 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
+from lightning_resilience._lightning import lightning_data
 from lightning_resilience._lightning.lightning_patches import Patches
 
 if TYPE_CHECKING:
@@ -142,10 +142,11 @@ class TrainingData:
         self._orders: Iterator[Order | None] = iter(())
         connector, source = trainer._data_connector, trainer.fit_loop._data_source
         prepare, request = connector._prepare_dataloader, source.dataloader
+        combined_loader = lightning_data.combined_loader_class(trainer)
 
         def requested() -> Any:
             found = request()
-            self._decide(found.flattened if isinstance(found, CombinedLoader) else CombinedLoader(found).flattened)
+            self._decide((found if isinstance(found, combined_loader) else combined_loader(found)).flattened)
             return found
 
         def prepared(dataloader: Any, shuffle: bool, mode: Any) -> Any:
