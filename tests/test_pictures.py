@@ -57,7 +57,7 @@ def test_a_picture_needs_nothing_else(path: Path) -> None:
 
 def test_pictures_are_small() -> None:
     for path in IMAGES.iterdir():
-        most = 320_000 if path.stem in ("kill-to-back", "report-page") else 50_000
+        most = 300_000 if path.stem in ("kill-to-back", "report-page") else 50_000
         assert path.stat().st_size < most, path.name
 
 

@@ -17,7 +17,7 @@ from lightning_resilience.launch import report_page
 from lightning_resilience.launch.report import extent, interruption_counts, percent, read_run
 
 _WIDTH, _LEFT, _ROW = 820, 20, 46
-_DESKTOP, _PHONE, _HEIGHT = 900, 390, 1060
+_DESKTOP, _PHONE, _HEIGHT = 900, 390, 1020
 
 
 def strip(run_dir: Path) -> str:
