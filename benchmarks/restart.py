@@ -6,6 +6,7 @@ first one that no rank had made before.
 
     PYTHONPATH=. python benchmarks/restart.py [--kills 30] [--ranks 2 4] [--models tiny gpt] [--arms ...]
 
+With ``--gpu`` the tiny model is on GPUs; ranks for which there is none share the first one, over gloo.
 ``--idle SECONDS`` measures instead what the spare processes of a training take while they wait.
 """
 
@@ -96,16 +97,17 @@ class Arm:
         model: ``tiny`` or ``gpt``.
         ranks: How many.
         folder: For all that it writes.
+        gpu: Whether it trains on GPUs.
     """
 
-    def __init__(self, command: list[str], model: str, ranks: int, folder: Path) -> None:
+    def __init__(self, command: list[str], model: str, ranks: int, folder: Path, gpu: bool = False) -> None:
         marks = folder / "marks"
         marks.mkdir(parents=True)
         self._watch(folder, ranks)
         self._taken = {"auto": ranks, "--elastic": 1}.get(command[-1], 0)  # spares, at each kill
         self._spares = ranks if self._taken else 0  # that were made until now
         is_ours = "lightning_resilience.launch.cli" in command
-        options = {"model": model, "marks": str(marks), "steps": 1_000_000, "ours": is_ours}
+        options = {"model": model, "marks": str(marks), "steps": 1_000_000, "ours": is_ours, "gpu": gpu}
         where = (
             ["--run-dir", str(folder / "run")] if is_ours else ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0"]
         )
@@ -202,11 +204,11 @@ class Arm:
                 os.killpg(group, signal.SIGKILL)
 
 
-def measure(name: str, model: str, ranks: int, kills: int, seed: int) -> list[tuple[float, float]]:
+def measure(name: str, model: str, ranks: int, kills: int, seed: int, gpu: bool) -> list[tuple[float, float]]:
     """The times of some kills, one after the other in one training."""
     draw = random.Random(seed)
     with tempfile.TemporaryDirectory() as folder:
-        arm = Arm(ARMS[name], model, ranks, Path(folder))
+        arm = Arm(ARMS[name], model, ranks, Path(folder), gpu)
         found = []
         try:
             arm.train_on(BETWEEN_S)
@@ -261,8 +263,11 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="*", default=[2, 4])
     parser.add_argument("--models", nargs="*", choices=["tiny", "gpt"], default=["tiny", "gpt"])
     parser.add_argument("--arms", nargs="*", choices=[*ARMS], default=[*ARMS])
+    parser.add_argument("--gpu", action="store_true", help="the tiny model on GPUs")
     parser.add_argument("--idle", type=float, metavar="SECONDS", help="measure spare processes that wait, for so long")
     options = parser.parse_args()
+    if options.gpu and options.models != ["tiny"]:
+        parser.error("--gpu needs --models tiny")
     if options.idle is not None:
         print(f"| model | CPU time in {options.idle:g} s, of a core | wake-ups | own memory | resident |")
         print("|---|---|---|---|---|")
@@ -276,7 +281,7 @@ def main() -> None:
             found: dict[str, list[tuple[float, float]]] = {name: [] for name in options.arms}
             for turn in range(-(-options.kills // options.each)):
                 for name in options.arms:
-                    found[name] += measure(name, model, ranks, options.each, seed=turn)
+                    found[name] += measure(name, model, ranks, options.each, turn, options.gpu)
             base = statistics.median(new for _, new in found[options.arms[0]])
             for name, times in found.items():
                 first, new = zip(*times, strict=True)

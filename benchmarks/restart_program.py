@@ -1,6 +1,6 @@
-"""What ``restart.py`` trains: a tiny model or the demo's, with a note of every step that each rank has made.
+r"""What ``restart.py`` trains: a tiny model or the demo's, with a note of every step that each rank has made.
 
-PYTHONPATH=. python benchmarks/restart_program.py '{"model": "tiny", "marks": DIR, "steps": 1000, "ours": false}'
+PYTHONPATH=. python benchmarks/restart_program.py '{"model": "tiny", "marks": DIR, "steps": 1000, "ours": false, "gpu": false}'
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import DDPStrategy
 from torch.utils.data import DataLoader, TensorDataset
 
 STEP_S = 0.05
@@ -55,15 +56,22 @@ class Tiny(L.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
-def train_tiny(steps: int, out: Path, callbacks: list[L.Callback]) -> None:
+def strategy(ranks: int, gpu: bool) -> DDPStrategy | str:
+    """That of so many ranks; where there are fewer GPUs they share the first one, which NCCL refuses."""
+    if gpu and torch.cuda.device_count() < ranks:
+        return DDPStrategy(parallel_devices=[torch.device("cuda", 0)] * ranks, process_group_backend="gloo")
+    return "ddp" if ranks > 1 else "auto"
+
+
+def train_tiny(steps: int, out: Path, callbacks: list[L.Callback], gpu: bool) -> None:
     """Trains the tiny model."""
     L.seed_everything(1, verbose=False)
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     saves = ModelCheckpoint(out / "checkpoints", every_n_train_steps=SAVE_EVERY, save_last="link")
     trainer = L.Trainer(
-        accelerator="cpu",
+        accelerator="gpu" if gpu else "cpu",
         devices=processes,
-        strategy="ddp" if processes > 1 else "auto",
+        strategy=strategy(processes, gpu),
         max_steps=steps,
         callbacks=[*callbacks, saves] if not any(map(is_ours, callbacks)) else callbacks,
         enable_checkpointing=not any(map(is_ours, callbacks)),
@@ -84,8 +92,8 @@ def main(options: dict[str, Any]) -> None:
     """Trains.
 
     Args:
-        options: ``model`` (``tiny`` or ``gpt``), ``marks``, ``steps``, and ``ours``: whether with this package's
-            callbacks, or with Lightning's own checkpoints and ``ckpt_path="last"``.
+        options: ``model`` (``tiny`` or ``gpt``), ``marks``, ``steps``, ``ours``: whether with this package's
+            callbacks, or with Lightning's own checkpoints and ``ckpt_path="last"``, and ``gpu``: whether on GPUs.
     """
     marks = Path(options["marks"])
     callbacks: list[L.Callback] = [Marks(marks)]
@@ -96,7 +104,7 @@ def main(options: dict[str, Any]) -> None:
     else:
         L.Trainer.fit = functools.partialmethod(L.Trainer.fit, ckpt_path="last")  # type: ignore[assignment]
     if options["model"] == "tiny":
-        train_tiny(options["steps"], marks, callbacks)
+        train_tiny(options["steps"], marks, callbacks, options["gpu"])
         return
     sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
     import gpt

@@ -17,7 +17,13 @@ from tests.gpu.device import FAKE
 from tests.harness import CONTEXT
 
 CHECKS = runner.all_checks()
-COVERED_ELSEWHERE = {"exit-busy", "health", "hung-rank", "replaced-rank"}  # on the same device, in tests of their own
+COVERED_ELSEWHERE = {
+    "exit-busy",
+    "health",
+    "hung-rank",
+    "replaced-rank",
+    "warm-spare",
+}  # on the same device, in tests of their own
 pytestmark = pytest.mark.skipif(as_on_gpu.missing() is not None, reason=str(as_on_gpu.missing()))
 
 

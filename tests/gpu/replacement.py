@@ -1,4 +1,4 @@
-"""``launch --elastic`` replaces a killed rank whose peer waits for it in the device."""
+"""What ``launch`` does for a killed rank whose peer waits for it in the device: a replacement, or a warm restart."""
 
 from __future__ import annotations
 
@@ -7,39 +7,48 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as L
+import psutil
 import torch
 from lightning.pytorch.strategies import DDPStrategy
 from torch.utils.data import DataLoader
 
 from lightning_resilience import AutoResume, FaultTolerance
-from tests.gpu.device import Device
+from lightning_resilience.launch.channel import CHANNEL_VARIABLE
+from lightning_resilience.launch.park import SPARE
+from tests.gpu.device import Device, nvml
 from tests.gpu.runner import Bench, check
-from tests.gpu.training import Module, digest, events, network
+from tests.gpu.training import Module, Times, digest, events, network
 
 STEPS, SAVE_EVERY, DIES_AT = 20, 5, 13
 ROOT = Path(__file__).parents[2]
 
 
 class Dies(L.Callback):
-    """The last rank, once."""
+    """The last rank, once, as soon as it may."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
 
     def on_train_batch_start(self, trainer: L.Trainer, *arguments: Any) -> None:
-        if trainer.global_rank == 1 and trainer.global_step == DIES_AT and not self.path.exists():
-            self.path.touch()
+        died = self.folder / "died"
+        if trainer.global_rank == 1 and trainer.global_step == DIES_AT and not died.exists():
+            while not (self.folder / "may die").exists():
+                time.sleep(0.01)
+            died.write_text(str(time.time()))
             os.kill(os.getpid(), signal.SIGKILL)
 
 
 def train(device: Device, folder: Path, dies: bool) -> None:
     """One rank of two."""
     L.seed_everything(1, verbose=False)
-    callbacks = [FaultTolerance(), AutoResume(every_n_train_steps=SAVE_EVERY), *([Dies(folder / "died")] * dies)]
+    callbacks: list[L.Callback] = [FaultTolerance(), AutoResume(every_n_train_steps=SAVE_EVERY)]
+    if dies:
+        callbacks += [Dies(folder), Times(folder / f"{os.getpid()}.time")]
     if device.is_gpu and device.count < 2:  # NCCL refuses two ranks on one GPU
         strategy = DDPStrategy(parallel_devices=[device.at()] * 2, process_group_backend="gloo")
         trainer = L.Trainer(
@@ -61,36 +70,87 @@ def train(device: Device, folder: Path, dies: bool) -> None:
     (folder / f"{trainer.global_rank}.end").write_text(json.dumps(end))
 
 
-def launch(bench: Bench, name: str, dies: bool) -> list[dict[str, Any]]:
-    """How the ranks have ended."""
-    folder = bench.folder / name
-    folder.mkdir()
-    command = [sys.executable, "-m", "lightning_resilience.launch.cli", "launch", "--elastic", "--recipe", "none"]
-    command += ["--nproc-per-node", "2", "--run-dir", str(folder / "run"), "-m", "tests.gpu.replacement"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    with open(bench.folder / f"output-{name}", "w") as output:
-        code = subprocess.run(
-            [*command, bench.device.name, str(folder), str(int(dies))],
-            env=environment,
-            stdout=output,
-            stderr=output,
-            check=False,
-        ).returncode
-    assert code == 0, f"{name} ended with {code}"
-    return [json.loads((folder / f"{rank}.end").read_text()) for rank in range(2)]
+class Launch:
+    """A job of two ranks, of which one dies as soon as it may, or none."""
+
+    def __init__(self, bench: Bench, name: str, dies: bool, *options: str) -> None:
+        self.folder = bench.folder / name
+        self.folder.mkdir()
+        command = [sys.executable, "-m", "lightning_resilience.launch.cli", "launch", "--recipe", "none", *options]
+        command += ["--nproc-per-node", "2", "--run-dir", str(self.folder / "run"), "-m", "tests.gpu.replacement"]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), *sys.path)), "OMP_NUM_THREADS": "1"}
+        with open(bench.folder / f"output-{name}", "w") as output:
+            self.process = subprocess.Popen(
+                [*command, bench.device.name, str(self.folder), str(int(dies))],
+                env=environment,
+                stdout=output,
+                stderr=output,
+            )
+
+    def spares(self) -> list[int]:
+        """The spare processes, as soon as each rank has one."""
+        logs = self.folder / "run" / "logs"
+        while sum(log.read_text().count("is ready") for log in logs.glob("launcher-*")) < 2:
+            assert self.process.poll() is None, "it has ended before there were spare processes"
+            time.sleep(0.05)
+        children = psutil.Process(self.process.pid).children(recursive=True)
+        kinds = {child.pid: child.environ().get(CHANNEL_VARIABLE, "").partition(",")[2] for child in children}
+        return [pid for pid, kind in kinds.items() if kind == SPARE]
+
+    def let_one_die(self) -> None:
+        (self.folder / "may die").touch()
+
+    def ends(self) -> list[dict[str, Any]]:
+        """How the ranks have ended."""
+        code = self.process.wait()
+        assert code == 0, f"{self.folder.name} ended with {code}"
+        return [json.loads((self.folder / f"{rank}.end").read_text()) for rank in range(2)]
+
+    def seconds(self, pid: int) -> float:
+        """From the death to the first step of the process that has taken the place."""
+        began: float = json.loads((self.folder / f"{pid}.time").read_text())["began_s"]
+        return began - float((self.folder / "died").read_text())
+
+
+def same_end(bench: Bench, found: list[dict[str, Any]], reference: list[dict[str, Any]]) -> None:
+    same = [each["digest"] for each in found] == [each["digest"] for each in reference]
+    bench.figure("bitwise equal", same)
+    bench.expect(same, "it ended elsewhere")
 
 
 @check("a killed rank is replaced while its peer, which waits for it in the device, keeps its process", limit_s=300)
 def replaced_rank(bench: Bench) -> None:
-    reference, found = launch(bench, "reference", False), launch(bench, "killed", True)
-    recorded = events(bench.folder / "killed" / "run")
+    reference = Launch(bench, "reference", False, "--elastic").ends()
+    job = Launch(bench, "killed", True, "--elastic")
+    spares = job.spares()
+    job.let_one_die()
+    found = job.ends()
+    recorded = events(job.folder / "run")
     replaced = [event["ranks"] for event in recorded if event["event"] == "replaced"]
     starts = {event["pid"] for event in recorded if event["event"] == "start"}
     bench.figure("replaced", replaced)
     bench.expect(replaced == [[1]] and starts == {found[0]["pid"]}, f"all ranks were restarted: {replaced}, {starts}")
-    same = [each["digest"] for each in found] == [each["digest"] for each in reference]
-    bench.figure("bitwise equal", same)
-    bench.expect(same, "it ended elsewhere")
+    bench.expect(found[1]["pid"] in spares, "no spare process took the place")
+    bench.figure("s to the first step of the new one", job.seconds(found[1]["pid"]))
+    same_end(bench, found, reference)
+
+
+@check("spare processes wait without a context on the device, and go on from the last save after a kill", limit_s=300)
+def warm_spare(bench: Bench) -> None:
+    reference = Launch(bench, "reference", False).ends()
+    job = Launch(bench, "killed", True)
+    spares = job.spares()
+    with nvml() as library:
+        if library is not None and bench.device.is_gpu:
+            handles = [library.nvmlDeviceGetHandleByIndex(index) for index in range(library.nvmlDeviceGetCount())]
+            users = [each.pid for handle in handles for each in library.nvmlDeviceGetComputeRunningProcesses(handle)]
+            bench.figure("processes with a context, spare ones among them", [len(users), len({*users} & {*spares})])
+            bench.expect(not {*users} & {*spares}, "a spare process has a context on a device")
+    job.let_one_die()
+    found = job.ends()
+    bench.expect({each["pid"] for each in found} == {*spares}, "other processes than the spare ones have gone on")
+    bench.figure("s to their first step", max(job.seconds(each["pid"]) for each in found))
+    same_end(bench, found, reference)
 
 
 if __name__ == "__main__":
