@@ -1,6 +1,6 @@
-r"""What ``restart.py`` trains: a tiny model or the demo's, with a note of every step that each rank has made.
+"""What ``restart.py`` trains: a tiny model or the demo's, with a note of every step that each rank has made.
 
-PYTHONPATH=. python benchmarks/restart_program.py '{"model": "tiny", "marks": DIR, "steps": 1000, "ours": false, "gpu": false}'
+Its argument has the options of :func:`main` as JSON.
 """
 
 from __future__ import annotations
