@@ -95,6 +95,7 @@ class Script:
         for name in set(sys.modules) - self._modules:
             del sys.modules[name]
         imports._is_real.cache_clear()
+        imports._recorded.cache_clear()
 
     def package(self, name: str, text: str = "", installed: bool = True) -> None:
         path = (self.installed if installed else self.own) / f"{name}.py"
@@ -126,6 +127,25 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Script]:
 
 def names(noted: dict[str, Any]) -> list[str]:
     return [name for name, _ in noted["modules"]]
+
+
+@pytest.mark.parametrize("module", ["foreign.py", "foreign/__init__.py", "foreign/inner/__init__.py"])
+def test_what_an_installer_has_recorded_in_a_folder_of_its_own_is_installed(script: Script, module: str) -> None:
+    (path := script.own / module).parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("")
+    name = module.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+    script.package("users", installed=False)
+    text = f"import users, {name}"
+    assert names(script.run(text)) == []
+    script.forget()
+    (about := script.own / "foreign_package-1.0.dist-info").mkdir()
+    (about / "RECORD").write_text(f"{module},sha256=x,0\nforeign_package-1.0.dist-info/RECORD,,\n")
+    (script.own / "broken-1.0.dist-info" / "RECORD").parent.mkdir()
+    (script.own / "broken-1.0.dist-info" / "RECORD").write_bytes(b"users\xff.py,,\n")
+    noted = script.run(text)
+    assert names(noted)[-1] == name
+    own = [file for file, *_ in noted["files"] if file.startswith(str(script.own))]
+    assert own == [str(script.own / "users.py")]
 
 
 def test_libraries_see_the_environment_that_the_script_gave_them(script: Script) -> None:

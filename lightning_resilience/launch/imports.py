@@ -11,6 +11,8 @@ Imports neither torch nor Lightning.
 
 from __future__ import annotations
 
+import contextlib
+import glob
 import importlib
 import os
 import random
@@ -177,7 +179,8 @@ def is_installed(name: str) -> bool:
     places = [file] if (file := about.get("__file__")) else list(about.get("__path__") or [])
     if not places:
         return getattr(about.get("__spec__"), "origin", None) in ("built-in", "frozen")
-    return all(isinstance(each, str) and _is_below(each) for each in places) and _is_real(name.partition(".")[0])
+    package = name.partition(".")[0]
+    return all(isinstance(each, str) and _is_below(each, package) for each in places) and _is_real(package)
 
 
 @cache
@@ -190,9 +193,22 @@ def _roots() -> tuple[str, ...]:
     return tuple({each + os.sep for path in paths if path for each in (path, os.path.realpath(path))})
 
 
-def _is_below(file: str) -> bool:
+def _is_below(file: str, package: str) -> bool:
     # An environment may have the packages of another one, too.
-    return (file + os.sep).startswith(_roots()) or not {"site-packages", "dist-packages"}.isdisjoint(file.split(os.sep))
+    if (file + os.sep).startswith(_roots()) or not {"site-packages", "dist-packages"}.isdisjoint(file.split(os.sep)):
+        return True
+    folder, found, _ = (file + os.sep).partition(f"{os.sep}{package}{os.sep}")
+    return package in _recorded(folder if found else os.path.dirname(file))
+
+
+@cache
+def _recorded(folder: str) -> set[str]:
+    """The packages that an installer has recorded in a folder of its own, as ``pip install --target`` does."""
+    names = set()
+    for record in glob.iglob(os.path.join(glob.escape(folder), "*.dist-info", "RECORD")):
+        with contextlib.suppress(OSError, UnicodeDecodeError), open(record, encoding="utf-8") as lines:
+            names |= {line.partition(",")[0].partition("/")[0].partition(".")[0] for line in lines}
+    return names
 
 
 @cache
@@ -200,7 +216,7 @@ def _is_real(package: str) -> bool:
     """Whether it is no link to somewhere else: a link to the user's own folder is an installation, too."""
     about = _about(package)
     file = about.get("__file__") or next(iter(about.get("__path__") or []), None)
-    return file is None or _is_below(os.path.realpath(file))
+    return file is None or _is_below(os.path.realpath(file), package)
 
 
 def _about(name: str) -> dict[str, Any]:

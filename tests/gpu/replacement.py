@@ -89,9 +89,14 @@ class Launch:
 
     def spares(self) -> list[int]:
         """The spare processes, as soon as each rank has one."""
-        logs = self.folder / "run" / "logs"
-        while sum(log.read_text().count("is ready") for log in logs.glob("launcher-*")) < 2:
+        text = ""
+        while text.count("is ready") < 2:
             assert self.process.poll() is None, "it has ended before there were spare processes"
+            text = "".join(log.read_text() for log in (self.folder / "run" / "logs").glob("launcher-*"))
+            why = "".join(line for line in text.splitlines() if "no more spares" in line)
+            if why:
+                self.process.terminate()
+                raise AssertionError(why)
             time.sleep(0.05)
         children = psutil.Process(self.process.pid).children(recursive=True)
         kinds = {child.pid: child.environ().get(CHANNEL_VARIABLE, "").partition(",")[2] for child in children}
