@@ -10,9 +10,10 @@ everything before it is done, in every step. So verdicts stay tensors on the dev
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -53,7 +54,14 @@ def all_finite(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
         ]
         if not verdicts:
             return torch.ones((), dtype=torch.bool, device=home)
-        return torch.stack(verdicts).all()
+        return all_of(verdicts)
+
+
+def all_of(verdicts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Whether all of these booleans are true, one at least: with as few kernels as can be."""
+    if len(verdicts) <= 2:
+        return functools.reduce(torch.logical_and, verdicts)
+    return torch.stack(tuple(verdicts)).all()
 
 
 def are_finite(tensors: list[torch.Tensor]) -> bool:
@@ -80,9 +88,9 @@ def _is_group_finite(group: list[torch.Tensor], device: torch.device) -> torch.T
     if device.type == "cpu":
         # Both reductions propagate NaN. Torch's own maximum norm is not vectorised here, and five times slower.
         extremes = [extreme for values in group for extreme in torch.aminmax(_in_memory_order(values))]
-    else:
-        extremes = list(torch._foreach_norm(group, ord=math.inf))  # the largest magnitude; few kernels for all of them
-    return torch.isfinite(torch.stack(extremes)).all()
+        return torch.isfinite(torch.stack(extremes)).all()
+    magnitudes = list(torch._foreach_norm(group, ord=math.inf))  # the largest ones; few kernels for all of them
+    return (torch.stack(magnitudes) < math.inf).all()  # false for NaN; isfinite() takes four kernels
 
 
 def stored_numbers(tensor: torch.Tensor) -> torch.Tensor:

@@ -34,6 +34,7 @@ from lightning_resilience.detect.numerics.numerics import (
     SpikeReference,
     Undo,
     all_finite,
+    all_of,
     are_finite,
     nonfinite_names,
     stored_numbers,
@@ -192,7 +193,7 @@ class StepGuard:
             whole = self._at_home(self._undo.invalidated().logical_not())
             self._fine.append(whole)
             self._fine_here.append(whole)
-        self._settled = torch.stack(self._fine).all()
+        self._settled = all_of(self._fine)
         if self._undo is not None:
             self._undo.restore(self._settled.logical_not())
 
@@ -205,8 +206,8 @@ class StepGuard:
         result = self._result
         if self.late:
             if self._settled is not None:
-                here = torch.stack(self._fine_here).all() if self._fine_here else torch.ones_like(self._settled)
-                self._reads.put(result, self._settled.float() + 2 * here)
+                here = all_of(self._fine_here) if self._fine_here else torch.ones_like(self._settled)
+                self._reads.put(result, torch.add(self._settled.view(torch.uint8), here.view(torch.uint8), alpha=2))
             return False
         result.is_common = not self._scaled and (result.problem is None or result.is_common)
         result.loss = self._losses[-1] if self._losses else None
@@ -273,10 +274,9 @@ class StepGuard:
             self._gradient_hooks.append(hook)
 
     def _check_loss_later(self, loss: torch.Tensor, scale: float) -> None:
-        value = loss.detach() * scale
-        fine = torch.isfinite(value)
+        value = loss.detach() if scale == 1.0 else loss.detach() * scale
+        fine = value.abs() < (math.inf if self.spikes is None else self.spikes.threshold)  # false for NaN
         if self.spikes is not None:
-            fine = fine & (value.abs() < self.spikes.threshold)
             # What was not accepted is no number, and nothing is learned from it.
             self._accepted_losses.put(None, torch.where(fine, value, math.nan))
             for _, number in self._accepted_losses.ready():
@@ -286,7 +286,7 @@ class StepGuard:
             results.append(at_home)
         self._settled = None
         if self.skips and loss.requires_grad:
-            factor = torch.where(fine, 1.0, math.nan)
+            factor = _chosen(fine, 1.0, math.nan)
             if self.replicated or self.has_scaler:
                 # By one parameter of each optimizer, since this happens in every step.
                 carriers = (self._carrier(each, with_gradient=False) for each in self.optimizers())
@@ -332,9 +332,9 @@ class StepGuard:
         carrier = self._carrier(optimizer, with_gradient=True)
         if carrier is None or carrier.grad is None:
             return
-        fine = torch.stack(self._fine_losses).all() if self.late else torch.tensor(False, device="cpu")
+        fine = all_of(self._fine_losses) if self.late else torch.tensor(False, device="cpu")
         mine = local(carrier.grad)
-        mine.copy_(_multiplied(mine, torch.where(fine, 1.0, math.nan)))
+        mine.copy_(_multiplied(mine, _chosen(fine, 1.0, math.nan)))
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 
@@ -440,7 +440,7 @@ class StepGuard:
         if self.replicated:
             self._carrier(optimizer, with_gradient=True)  # chosen for the next step
         elif not self.sharded and self._fine_losses:  # this rank is alone: its own losses count
-            fine = fine & torch.stack(self._fine_losses).all()
+            fine = all_of([fine, *self._fine_losses])
         return fine
 
     def _skip_on_device(self, optimizer: Optimizer, fine: torch.Tensor) -> None:
@@ -456,7 +456,7 @@ class StepGuard:
         elif can_skip(optimizer):
             skipping: Any = optimizer
             before = {name: vars(optimizer)[name] for name in _SCALERS if name in vars(optimizer)}
-            bad, found = fine.logical_not().float(), before.get("found_inf")
+            bad, found = _chosen(fine, 0.0, 1.0), before.get("found_inf")
             skipping.found_inf = bad if found is None else torch.maximum(found, bad.to(found.device, non_blocking=True))
             skipping.grad_scale = before.get("grad_scale")
             self._skipping[id(optimizer)] = before
@@ -492,6 +492,16 @@ def _gradients(optimizer: Optimizer) -> list[torch.Tensor]:
 def _norms(optimizer: Optimizer) -> list[float]:
     """What tells two backward passes apart."""
     return [float(torch.linalg.vector_norm(stored_numbers(gradient))) for gradient in _gradients(optimizer)]
+
+
+def _chosen(where: torch.Tensor, yes: float, no: float) -> torch.Tensor:
+    """One number or the other, by one kernel: given as numbers, both would be made into tensors each time."""
+    return torch.where(where, _constant(yes, where.device), _constant(no, where.device))
+
+
+@functools.cache
+def _constant(number: float, device: torch.device) -> torch.Tensor:
+    return torch.tensor(number, dtype=torch.float32, device=device)  # what optimizers want that skip a step
 
 
 def _multiplied(gradient: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
