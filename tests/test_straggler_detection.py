@@ -1057,6 +1057,22 @@ def test_kernels_are_not_profiled_beside_pytorchs_profiler(
     assert caplog.text.count("CUPTI serves one profiler, and the Trainer has PyTorch's") == 1
 
 
+def test_it_is_said_where_no_kernel_is_seen(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As on a GPU in whose process PyTorch's profiler has been on: CUPTI starts and stops, and shows nothing."""
+    made = provide(monkeypatch, KERNELS[0])
+    measured = measuring(Fit(monkeypatch, tmp_path, [None]), backend="cupti")
+    with listening(caplog):
+        for results, lines in (({"gemm": times(3.0, 5)}, 0), ({}, 1), ({}, 1)):
+            made[0].results = results
+            for _ in range(4):
+                a_step(measured, 0.25, 0.5, 1.0)
+            measured._report()
+            assert measured.callback.report.of_kernels == bool(results)
+            assert caplog.text.count("CUPTI shows no kernel of rank 0") == lines
+
+
 @pytest.mark.parametrize("what", ["PyTorch's profiler is on", "CUPTI_ERROR_MULTIPLE_SUBSCRIBERS"])
 def test_a_run_goes_on_where_kernels_are_profiled_no_more(
     what: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture

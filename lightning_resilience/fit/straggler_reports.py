@@ -245,11 +245,18 @@ class StragglerReports(Participant):
     def _report(self) -> None:
         session, kernels = self.session, None
         if self._profiler is not None:
-            kernels = Kernels.of(self._profiler.take())
+            found = self._profiler.take()
+            kernels = Kernels.of(found)
             self._profiler.allow(self._options.report_time_interval)
-            if self._profiler.problem is not None:  # perhaps on this rank alone
-                problem = self._profiler.problem
+            if (problem := self._profiler.problem) is not None:  # perhaps on this rank alone
                 self._warn_once(f"Kernels are not profiled any more on rank {session.fit.rank}: {problem}.")
+            elif (
+                not found
+            ):  # seen on a GPU where PyTorch's profiler had been on in the process: nothing is wrong, but empty
+                self._warn_once(
+                    f"CUPTI shows no kernel of rank {session.fit.rank}, so reports are of its steps: another profiler, "
+                    "such as PyTorch's in an earlier fit, may have taken CUPTI over for good."
+                )
         report = make_report(
             session.fit.trainer.global_step, self._device_ids, self._time.take(), kernels, self._history, self._comm
         )

@@ -56,10 +56,14 @@ def cupti_cost(bench: Bench) -> None:
     ms: dict[str, list[float]] = {}
     for number in range(3):
         for backend in ("none", "timer", "auto", "cupti"):
-            timer = Timer(bench.device, 20, 420)
-            run_dir = bench.folder / f"{backend} {number}"
-            straggler = StragglerDetection(report_time_interval=3600, backend=backend, run_dir=run_dir)  # type: ignore
-            trainer = bench.device.trainer([*([] if backend == "none" else [straggler]), timer], bench.folder)
+            callbacks: list[L.Callback] = [timer := Timer(bench.device, 20, 420)]
+            if backend != "none":
+                run_dir = bench.folder / f"{backend} {number}"
+                callbacks.insert(
+                    0,
+                    StragglerDetection(report_time_interval=3600, backend=backend, run_dir=run_dir),  # type: ignore
+                )
+            trainer = bench.device.trainer(callbacks, bench.folder)
             trainer.fit(Module(network(256, 4)), batches(430, 256))
             ms.setdefault(backend, []).append(timer.ms)
     for backend, found in ms.items():
@@ -76,11 +80,11 @@ def cupti_cost(bench: Bench) -> None:
 def cupti_again(bench: Bench) -> None:
     if (problem := _nvrx.kernel_profiler()[1]) is not None:
         bench.skip(problem)
-    for title, options in (
-        ("first fit", {}),
-        ("second fit", {}),
-        ("with profiler", {"profiler": "pytorch"}),
-        ("after", {}),
+    for title, options, must_work in (
+        ("first fit", {}, True),
+        ("second fit", {}, True),
+        ("with profiler", {"profiler": "pytorch"}, False),
+        ("after", {}, False),  # PyTorch's has taken CUPTI over; that is said, once
     ):
         straggler = StragglerDetection(report_time_interval=0.5, backend="cupti", run_dir=bench.folder / title)
         trainer = bench.device.trainer([straggler, Lasts()], bench.folder, max_epochs=-1, **options)
@@ -90,7 +94,7 @@ def cupti_again(bench: Bench) -> None:
             bench.expect(False, f"{title}: {type(error).__name__}: {str(error)[:200]}")
             continue
         bench.figure(f"{title}: kernels in the report", profiled(straggler))
-        if not options:
+        if must_work:
             bench.expect(profiled(straggler), f"{title}: no kernels are profiled")
 
 

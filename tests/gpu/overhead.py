@@ -182,9 +182,9 @@ def step_cost(bench: Bench) -> None:
         ratios = [with_ours / without for without, with_ours in zip(ms[False], ms[True], strict=True)]
         bench.figure(f"{title}: ms without", statistics.median(ms[False]))
         bench.figure(f"{title}: ms with", statistics.median(ms[True]))
-        bench.figure(f"{title}: ratio", statistics.median(ratios))
         bench.figure(f"{title}: ratios from to", [round(min(ratios), 3), round(max(ratios), 3)])
         more = statistics.median(host_ms[True]) - statistics.median(host_ms[False])
         bench.figure(f"{title}: ms more of the host", more)
         if "MLP" not in title:  # whose step is so short that it is the host's time
-            bench.expect(statistics.median(ratios) < 1.03, f"{title}: {statistics.median(ratios):.3f} x", timing=True)
+            ratio = statistics.median(ms[True]) / statistics.median(ms[False])  # that of a pair of runs has more noise
+            bench.expect(ratio < 1.03, f"{title}: {ratio:.3f} x", timing=True)
