@@ -227,6 +227,7 @@ def supervise(
     thread = threading.Thread(target=follow)
     thread.start()
     ledger = Ledger(tmp_path / "run", rank=None)
+    ledger.record("launch", budget={"in_job_restarts": 0})  # no more than max_restarts
     code = Supervisor(ranks, 4, max_restarts, "abc", 5.0, ledger, others=others, **options).run()
     thread.join()
     return code, codes, [[int(word) for word in line.split()] for line in log.read_text().splitlines()]

@@ -43,6 +43,7 @@ class Run:
         self.told: list[tuple[list[int], Any]] = []
         self.signalled: list[tuple[list[int], int]] = []
         self.recorded: list[Any] = []
+        self.left = 0
         self.policy = LossPolicy(self, size, max_restarts, 60.0, "go_on", **options)  # type: ignore[arg-type]
         for rank in range(size):
             self.say(rank, "ready")
@@ -57,6 +58,9 @@ class Run:
         assert is_newcomer == (len(ranks) < len(self.policy._slots))
         assert not self.away.intersection(ranks) or not is_newcomer
         self.started.append(sorted(ranks))
+
+    def restarts_left(self) -> int:
+        return self.left
 
     def has_spare(self, rank: int) -> bool:
         return rank in self.spares
@@ -248,6 +252,29 @@ def test_a_newcomer_that_is_killed_is_started_again_as_long_as_there_are_restart
         "The replacement of rank 1 was killed by SIGKILL, and no restart inside the job is left: the others go on "
         "without it.",
     ]
+
+
+@pytest.mark.parametrize("has_come", [False, True])
+def test_more_restarts_are_left_where_the_ranks_have_advanced(has_come: bool) -> None:
+    """Else 12 losses in a launch, however far apart, would end all ranks."""
+    run = Run(max_restarts=1)
+    run.lose(1)
+    run.come_together()
+    for left, restarts in ((1, 2), (2, 4)):
+        run.left = left
+        for _ in range(left):
+            if has_come:
+                run.say(1, "waiting")
+                run.step()
+                run.come_together()
+            run.lose(1)
+            run.come_together()
+            run.left = 0  # what it says is for all that follow
+        assert (run.policy.restarts, run.policy.result) == (restarts, None)
+    run.lose(0)
+    assert run.told == [([1, 2], "restart")]
+    run.lose(1, 2)
+    assert run.policy.result == 1
 
 
 def test_a_newcomer_that_fails_is_given_up_and_the_others_go_on(lines: list[str]) -> None:

@@ -24,6 +24,7 @@ from lightning_resilience import LocalCheckpoint
 from lightning_resilience._files import write_json
 from lightning_resilience._lightning import lightning_loggers, lightning_strategies
 from lightning_resilience._lightning.lightning_patches import Patches
+from lightning_resilience.agreement_protocol import PeerLost
 from lightning_resilience.checkpoint.digest import digest_of
 from lightning_resilience.checkpoint.generations import rank_locations
 from lightning_resilience.checkpoint.safe_serialization import pack
@@ -33,6 +34,8 @@ from lightning_resilience.fit.last_boundary import LastBoundary, _savers, _Stand
 from lightning_resilience.fit.logger_files import Logs
 from lightning_resilience.fit.participant import Participant, Participants
 from lightning_resilience.fit.reentry import Replaceability
+from lightning_resilience.launch import membership
+from lightning_resilience.run.deadlines import LOSS_CONFIRMED_WITHIN_S
 from lightning_resilience.run.run_directory import StaleAttempt
 from tests import test_logs
 
@@ -581,6 +584,47 @@ def test_survivors_may_publish_although_the_replacement_of_rank_0_has_claimed_th
             fit.check_owner()
 
     train(1, look)
+
+
+def test_a_survivor_that_has_not_heard_of_the_next_generation_leaves_for_it(
+    train: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A newcomer becomes rank 0 and claims the run while a survivor that is alone finishes its step."""
+
+    def look(boundary: LastBoundary, watched: Watched) -> None:
+        fit, line = boundary._session.fit, Line()
+        monkeypatch.setattr(membership, "current", lambda: line)
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "abc")
+        fit.check_owner()
+        assert line.asked == []
+        fit.run.claim()
+        with pytest.raises(StaleAttempt):  # all ranks are restarted
+            fit.check_owner()
+        line.next = object()
+        with pytest.raises(PeerLost):
+            fit.check_owner()
+        assert line.asked == [LOSS_CONFIRMED_WITHIN_S] * 2
+        fit.rank_0_may_go_ahead = True  # it has left, and saves
+        fit.check_owner()
+        fit.rank_0_may_go_ahead = False
+        fit.run.claim()
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "another one")
+        with pytest.raises(StaleAttempt):
+            fit.check_owner()
+
+    train(1, look)
+
+
+class Line:
+    """Of the membership, what says whether another generation was announced."""
+
+    def __init__(self) -> None:
+        self.next: object | None = None
+        self.asked: list[float] = []
+
+    def replacement(self, within_s: float) -> object | None:
+        self.asked.append(within_s)
+        return self.next
 
 
 def test_a_save_after_a_loss_is_recorded_when_all_have_saved(train: Callable[..., None]) -> None:

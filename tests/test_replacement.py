@@ -12,6 +12,7 @@ import socket
 import sys
 import textwrap
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -34,7 +35,7 @@ from lightning_resilience.detect.hangs import watchdog
 from lightning_resilience.elastic import group, nccl
 from lightning_resilience.elastic.group import DefaultGroup
 from lightning_resilience.fit import reentry
-from lightning_resilience.launch import membership
+from lightning_resilience.launch import elastic, membership
 from lightning_resilience.launch.channel import Channel, Message
 from lightning_resilience.launch.elastic import Supervisor
 from lightning_resilience.launch.loss_policy import LossPolicy
@@ -332,6 +333,7 @@ def supervise(tmp_path: Path, script: str, world_size: int = 3, max_restarts: in
     program.write_text(RANK + textwrap.dedent(script))
     (tmp_path / "run").mkdir()
     ledger = Ledger(tmp_path / "run", rank=None)
+    ledger.record("launch", budget={"in_job_restarts": 0})  # no more than max_restarts
     ranks = [sys.executable, "-IS", str(program), str(log)]
     supervisor = Supervisor(ranks, world_size, max_restarts, "abc", 5.0, ledger)
     code = supervisor.run()
@@ -375,6 +377,33 @@ def test_what_an_ended_process_has_said_counts_for_nothing(tmp_path: Path) -> No
         supervisor._hear(process, Message("state", said, []))
         assert member.state == state
         process.wait()
+
+
+def test_how_many_restarts_are_left_is_read_from_the_ledger(tmp_path: Path) -> None:
+    budget = {"in_job_restarts": 3, "job_retries": 2, "max_failures_per_day": 30}
+    ledger = Ledger(tmp_path, rank=None)
+    supervisor = Supervisor([], 2, 3, "abc", 5.0, ledger)
+    ledger.record("launch", budget=budget)
+    ledger.record("job_start", retry=False, run_id="abc")
+
+    def lose(step: int | None) -> int:
+        count = next(counts)
+        ledger.record("start", restart_count=count, elastic_run_id="abc", world_size=2)
+        if step is not None:
+            ledger.record("resumed", fit=0, step=step - 1)
+            ledger.record("saved", fit=0, step=step)
+        ledger.record("replaced", ranks=[1], kept=1, members=None, elastic_run_id="abc", restart_count=count + 1)
+        return supervisor.restarts_left()
+
+    counts = itertools.count()
+    assert all(lose(step) >= 5 for step in range(1, 25))  # as many as may fail in a day
+    assert [lose(None) for _ in range(5)] == [6, 5, 4, 0, 0]
+
+
+def test_no_restart_is_left_where_the_ledger_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(elastic, "_READ_WITHIN_S", 0.01)
+    monkeypatch.setattr(elastic, "read_history", lambda path: time.sleep(5))
+    assert Supervisor([], 2, 3, "abc", 5.0, Ledger(tmp_path, rank=None)).restarts_left() == 0
 
 
 def test_another_rank_that_dies_meanwhile_is_replaced_too(tmp_path: Path) -> None:

@@ -814,6 +814,9 @@ class Simulation:
         self.processes.append(process)
         self.start_strand(process, lambda: self.main(process))
 
+    def restarts_left(self) -> int:
+        return 0
+
     def has_spare(self, rank: int) -> bool:
         return not self.lost_node(rank) and self.random.random() < self.schedule.spares
 

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from lightning_resilience.agreement_protocol import PeerLost
 from lightning_resilience.checkpoint.capacity import format_bytes
 from lightning_resilience.checkpoint.devices import Standstill
 from lightning_resilience.checkpoint.generations import RankLocation, rank_shard, replicated_shard
@@ -641,6 +642,8 @@ class LocalSaves:
         try:
             self._hooks.check_owner()
             self._store.retire(set(self._complete), is_own)
+        except PeerLost:
+            return  # another generation of ranks has begun: this one's thread still has a state to save for it
         except OSError as error:
             log.warning("Rank %d: cannot remove old local checkpoints: %s", location.rank, error)
 

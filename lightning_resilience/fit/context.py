@@ -24,6 +24,7 @@ from lightning_resilience.detect.numerics.divergence import Divergence
 from lightning_resilience.elastic.group import DEFAULT
 from lightning_resilience.fit import checkpoint_io
 from lightning_resilience.fit.participant import Participant, Participants
+from lightning_resilience.launch import membership
 from lightning_resilience.launch.job_info import log_job_info
 from lightning_resilience.run import events, time_account
 from lightning_resilience.run.events import DivergenceFound
@@ -137,13 +138,17 @@ class FitContext:
 
         Raises:
             StaleAttempt: If another attempt owns the run.
-            PeerLost: If the state may be arbitrary, since collectives of a device were aborted.
+            PeerLost: If the state may be arbitrary, since collectives of a device were aborted; or if another
+                generation of ranks has begun, whose rank 0 has heard of it before this one.
         """
         DEFAULT.check_not_aborted()
         try:
             self.run.check_owner(self.token)
         except StaleAttempt:
-            if not (self.rank_0_may_go_ahead and self.run.is_claimed_by_sibling()):
+            if not self.run.is_claimed_by_sibling():
+                raise
+            if not self.rank_0_may_go_ahead:
+                membership.check_is_of_generation()
                 raise
 
     def check_owner_if_known(self) -> None:

@@ -35,17 +35,20 @@ from lightning_resilience import _nvrx
 from lightning_resilience._loopback import ADDRESS, listen, serve_store
 from lightning_resilience._output import introduce, log_line
 from lightning_resilience.launch import follower, node_line, nodes, other_nodes
+from lightning_resilience.launch.budget import budget_of
 from lightning_resilience.launch.channel import Message
 from lightning_resilience.launch.loss_policy import LossPolicy, WhenLost
 from lightning_resilience.launch.other_nodes import NodesMissing, OtherNode, OtherNodes, RemoteProcess
 from lightning_resilience.launch.spares import SPARES_VARIABLE, Workers
 from lightning_resilience.run import deadlines
 from lightning_resilience.run.events import RanksReplaced
+from lightning_resilience.run.history import read_history
 from lightning_resilience.run.ledger import Ledger
 from lightning_resilience.run.run_directory import JOINS_VARIABLE, RUN_DIR_VARIABLE, RunDirectory
 
 _POLL_WITHOUT_PIDFD_S = 0.01
 _RECORDED_WITHIN_S = 1.0
+_READ_WITHIN_S = 3.0
 
 Process = Union["subprocess.Popen[bytes]", RemoteProcess]
 
@@ -56,7 +59,7 @@ class Supervisor:
     Args:
         command: What each rank runs.
         world_size: How many ranks there are.
-        max_restarts: How many restarts there may be.
+        max_restarts: How many restarts there may be before the ledger is asked how many are left.
         run_id: ``TORCHELASTIC_RUN_ID`` of the ranks.
         term_timeout_s: How long the ranks may take to end after this process was told to stop.
         ledger: Of the run.
@@ -220,6 +223,22 @@ class Supervisor:
         """See :class:`~lightning_resilience.launch.newcomers.Ranks`."""
         for rank in ranks:
             self._processes[rank].send_signal(signum)
+
+    def restarts_left(self) -> int:
+        """See :class:`~lightning_resilience.launch.newcomers.Ranks`."""
+        left = [0]
+
+        def ask() -> None:
+            history = read_history(self._ledger.path)
+            decision = budget_of(history).decide(history, time.time())
+            if decision.action == "start":
+                left[0] = decision.max_restarts
+
+        # In a thread: the storage may not answer. Then all ranks end, and the launch asks it.
+        thread = threading.Thread(target=ask, daemon=True)
+        thread.start()
+        thread.join(_READ_WITHIN_S)
+        return left[0]
 
     def record(
         self, lost: Mapping[int, str], generation: int, members: Collection[int] | None, kept: Collection[int]

@@ -52,7 +52,7 @@ class LossPolicy:
     Args:
         ranks: Does what is decided.
         world_size: How many ranks there are.
-        max_restarts: How many restarts there may be.
+        max_restarts: How many restarts there may be before it is asked again how many are left.
         term_timeout_s: How long the ranks may take to end when a stop was asked for.
         when_lost: Whether the others wait for a replacement for which no spare is ready.
         min_ranks: They do so, too, if fewer than these would go on.
@@ -197,7 +197,7 @@ class LossPolicy:
     def _look_after_newcomers(self, now: float) -> None:
         if self._stop_asked or any(member.state == "done" for member in self.members.values()):
             self._newcomers.end(now)  # there is no fit any more that they could join
-        self.restarts = self._newcomers.look_after(now, self.generation, self.restarts, self._max_restarts)
+        self._newcomers.look_after(now, self.generation, self._next_restart)
 
     def _are_in_fit(self) -> bool:
         return all(each.state == "ready" and each.generation == self.generation for each in self.members.values())
@@ -272,7 +272,7 @@ class LossPolicy:
             [f"rank {rank} {what}" for rank, what in sorted(how.items()) if nodes[rank] is None]
             + [f"{named(its)} {'was' if len(its) == 1 else 'were'} lost with {node}" for node, its in whole.items()]
         )
-        if self.restarts >= self._max_restarts:
+        if not self._may_restart():
             log_line(f"{who[0].upper()}{who[1:]}; no restart inside the job is left.")
             return self._end_all(now)
         left = [rank for rank in self.members if rank not in how]
@@ -392,9 +392,21 @@ class LossPolicy:
             return f"the last process of rank {min(leaving)} has not ended yet"
         return None
 
+    def _may_restart(self) -> bool:
+        if self.restarts >= self._max_restarts:  # as many as were left at the start, and the ranks have advanced since
+            self._max_restarts = self.restarts + self._ranks.restarts_left()
+        return self.restarts < self._max_restarts
+
+    def _next_restart(self) -> int | None:
+        """Counts one, and returns its number; ``None``: none is left."""
+        if not self._may_restart():
+            return None
+        self.restarts += 1
+        return self.restarts
+
     def _restart(self, now: float, reason: str) -> None:
         """Ends all ranks and starts them again."""
-        if self.restarts >= self._max_restarts:
+        if not self._may_restart():
             log_line(f"All ranks end: {reason}; no restart inside the job is left.")
         else:
             log_line(f"Restarting all ranks: {reason}.", is_detail=True)

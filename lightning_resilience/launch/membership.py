@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
 
+from lightning_resilience.agreement_protocol import PeerLost
 from lightning_resilience.launch.channel import Channel, Message, of_worker
 from lightning_resilience.run.deadlines import LOSS_CONFIRMED_WITHIN_S, OWN_ERROR_RAISED_AFTER_S
 from lightning_resilience.run.run_directory import ELASTIC_VARIABLE, JOINS_VARIABLE
@@ -209,6 +210,16 @@ def join() -> Membership | None:
     if ELASTIC_VARIABLE in os.environ and (channel := of_worker()) is not None:
         _of_process = Membership(channel, int(os.environ["TORCHELASTIC_RESTART_COUNT"]))
     return _of_process
+
+
+def check_is_of_generation() -> None:
+    """What says that another rank has begun the next generation calls this: the word of it is on its way here, too.
+
+    Raises:
+        PeerLost: If it has come.
+    """
+    if (line := current()) is not None and line.replacement(LOSS_CONFIRMED_WITHIN_S) is not None:
+        raise PeerLost("the ranks of this run are others from here on")
 
 
 def current() -> Membership | None:

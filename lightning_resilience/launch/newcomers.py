@@ -9,7 +9,7 @@ because of it. One whose node is lost is started when that is back, or another h
 from __future__ import annotations
 
 import signal
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -46,6 +46,9 @@ class Ranks(Protocol):
 
     def send_signal(self, ranks: Collection[int], signum: signal.Signals) -> None:
         """Sends ranks a signal."""
+
+    def restarts_left(self) -> int:
+        """How many restarts there may be from now on, by what the run has recorded of its failures and its progress."""
 
     def record(
         self, lost: Mapping[int, str], generation: int, members: Collection[int] | None, kept: Collection[int]
@@ -185,17 +188,13 @@ class Newcomers:
             for each in self.leaving.values()
         )
 
-    def look_after(self, now: float, generation: int, restarts: int, max_restarts: int) -> int:
+    def look_after(self, now: float, generation: int, next_restart: Callable[[], int | None]) -> None:
         """Starts those again that were killed, and gives up those that will not come.
 
         Args:
             now: Now.
             generation: The present one.
-            restarts: How many restarts there were.
-            max_restarts: How many there may be.
-
-        Returns:
-            How many there were then.
+            next_restart: Counts a restart, and returns its number; ``None``: none is left.
         """
         self.leaving = {slot: each for slot, each in self.leaving.items() if each.exit_code is None}
         if back := sorted(slot for slot in self.away if self._ranks.lost_node(slot) is None):
@@ -217,13 +216,11 @@ class Newcomers:
             elif node is not None:  # nobody is disturbed, however often it comes and goes
                 log_line(f"{how}: starting another one when its node is back.")
                 self.start([slot], generation, now)
-            elif restarts >= max_restarts:
+            elif (number := next_restart()) is None:
                 self._give_up(slot, f"{how}, and no restart inside the job is left")
             else:
-                restarts += 1
-                log_line(f"{how}: starting another one (restart {restarts}).")
+                log_line(f"{how}: starting another one (restart {number}).")
                 self.start([slot], generation, now)
-        return restarts
 
     def _give_up(self, slot: int, reason: str) -> None:
         self.given_up.add(slot)
