@@ -1086,6 +1086,20 @@ GUARDS = [
         "tests/test_going_on.py::test_the_others_wait_for_a_replacement",
     ),
     Guard(
+        "elastic: restarts are not used up where the ranks advance",
+        "launch/loss_policy.py",
+        "self._max_restarts = self.restarts + self._ranks.restarts_left()",
+        "pass",
+        "tests/test_going_on.py::test_more_restarts_are_left_where_the_ranks_have_advanced",
+    ),
+    Guard(
+        "elastic: a survivor that is slow to hear of the next generation is not fenced off by it",
+        "fit/context.py",
+        "                membership.check_is_of_generation()\n",
+        "                pass\n",
+        "tests/test_last_boundary.py::test_a_survivor_that_has_not_heard_of_the_next_generation_leaves_for_it",
+    ),
+    Guard(
         "elastic: newcomers that come when the fit is over do not hold up its end",
         "launch/loss_policy.py",
         "elif self._are_too_late(seconds):",
