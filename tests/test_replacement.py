@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
 import itertools
 import json
 import os
+import random
 import signal
 import socket
 import sys
@@ -44,7 +46,7 @@ from lightning_resilience.launch.newcomers import how_ended, is_replaceable
 from lightning_resilience.run import deadlines, exit_codes
 from lightning_resilience.run.run_directory import JOINS_VARIABLE, RunDirectory
 from tests import as_on_gpu, test_logs
-from tests.harness import command, differences, free_port, reference, result, samples
+from tests.harness import CONTEXT, command, differences, free_port, reference, result, samples
 from tests.ledgers import Ledger, read_ledger
 from tests.test_exact_resume import make, undisturbed
 from tests.test_launch import wait_until
@@ -264,6 +266,38 @@ def test_no_group_is_opened_when_another_rank_is_lost(monkeypatch: pytest.Monkey
         with pytest.raises(PeerLost):  # the first time while it is opened
             torch.distributed.init_process_group()
     assert len(opened) == 1
+
+
+def cut_again_and_again(rank: int, ports: list[int], counts: Any) -> None:
+    group, chance = DefaultGroup(), random.Random(1)
+    group.install(lambda: False)
+    os.environ.update(MASTER_ADDR="127.0.0.1", RANK=str(rank), WORLD_SIZE="2")
+    for port in ports:
+        os.environ["MASTER_PORT"] = str(port)
+        torch.distributed.init_process_group("gloo")
+        after_s, later_s = 0.01 * chance.random(), [0.001 * chance.random() for _ in range(2)]
+        torch.distributed.barrier()
+        timer = threading.Timer(after_s + later_s[rank], group.cut)
+        timer.start()
+        with contextlib.suppress(RuntimeError):
+            while True:
+                torch.distributed.barrier()
+        timer.join()
+        group.close()
+        counts[rank] += 1
+
+
+@pytest.mark.slow
+def test_no_rank_waits_for_what_it_was_sending_when_its_group_was_cut() -> None:
+    counts = CONTEXT.Array("i", 2)
+    ports = [free_port() for _ in range(40)]
+    ranks = [CONTEXT.Process(target=cut_again_and_again, args=(rank, ports, counts)) for rank in range(2)]
+    for each in ranks:
+        each.start()
+    for each in ranks:
+        each.join(120)
+        each.kill()
+    assert list(counts) == [40, 40]
 
 
 def test_a_store_that_is_closed_while_a_rank_connects_is_left(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,6 +50,7 @@ import json
 import logging
 import random
 import signal
+import socket
 import sys
 import tempfile
 import threading
@@ -424,7 +425,7 @@ class Process:
 
     def close_group(self) -> None:
         self.is_initialized = False
-        self.cut()
+        self.cut(is_torn=False)  # its sockets stay open, until the next group is
 
     def cut(self, is_torn: bool = True) -> None:
         if self.store is not None:
@@ -565,9 +566,9 @@ class OfProcess:
         setattr(getattr(process_of_now(), object.__getattribute__(self, "_name")), name, value)
 
 
-def shut_down(fd: int, name: str, store: int) -> None:
-    """Shuts down a socket of this process: those of its group fall together."""
-    process_of_now().cut()
+def shut_down(fd: int, how: int) -> None:
+    """Shuts down a socket of this process: those of its group fall together. For reading, others do not see it."""
+    process_of_now().cut(is_torn=how != socket.SHUT_RD)
 
 
 class Simulation:
@@ -1314,6 +1315,7 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> Any:
         (group, "os", Os()),
         (group, "time", Virtual),
         (group, "_sockets", sockets),
+        (group, "_held", lambda sockets: [fd for fd, _ in sockets]),
         (group, "_shut_down", shut_down),
         (group, "_backends", lambda: {"gloo": None}),
         (last_boundary, "register_optimizer_step_pre_hook", lambda hook: SimpleNamespace(remove=lambda: None)),
@@ -1338,6 +1340,7 @@ class Os:
     """Stands for ``os``."""
 
     _exit = staticmethod(end_now)
+    close = staticmethod(lambda fd: None)
 
     @property
     def environ(self) -> dict[str, str]:

@@ -5,6 +5,11 @@ until the timeout of the group, and neither ``abort`` nor ``shutdown`` of the gr
 sockets down does, on every rank at once and from any thread. Which sockets these are is known by comparison: those that
 appear while the group is opened, but for the ones that lead to its store.
 
+But when a connection breaks, gloo does not end the wait for what it is just sending (``Pair::signalException`` passes
+over the unbound buffers in ``tx_``): in one of ten cuts a rank would wait until the timeout. So the sockets are shut
+down for reading only, and none is closed before all have left the group: what is sent meanwhile still goes into the
+buffers of the kernel.
+
 **NCCL.** Nobody is told of a death: the device waits for its peers for ever, and the host for the device. To abort the
 communicators, from any thread, ends that, but raises nothing: the host goes on, with results that are arbitrary. The
 next collective raises. So from the abort on nothing may be published (:meth:`DefaultGroup.check_not_aborted`).
@@ -17,7 +22,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -47,7 +52,7 @@ class DefaultGroup:
         self._is_over: Callable[[], bool] = lambda: False
         self._lock = threading.Lock()
         self._before: set[tuple[int, str]] | None = None  # while a group is opened
-        self._sockets: set[tuple[int, str]] = set()
+        self._held: list[int] = []  # own descriptors of the group's sockets
         self._is_aborted = False
         self._problem: str | None = None
 
@@ -71,7 +76,7 @@ class DefaultGroup:
                 self._check_not_over()
                 result = opens(*args, **kwargs)
                 with self._lock:
-                    self._sockets = _sockets() - self._before
+                    self._hold(_sockets() - self._before)
                 self.is_known = True
             finally:
                 with self._lock:
@@ -114,13 +119,19 @@ class DefaultGroup:
             backends = _backends() if dist.is_initialized() and not is_opening else {}
             if aborted := [backend for name, backend in backends.items() if name in ABORTABLE]:
                 self._abort(aborted)
-            if is_opening or "gloo" in backends:
-                found = self._sockets if self._before is None else _sockets() - self._before
-                store = int(os.environ.get("MASTER_PORT", "0"))
-                for fd, name in found & _sockets():  # NCCL has closed its own
-                    _shut_down(fd, name, store)
-            self._sockets = set()
+            if self._before is not None:
+                for fd in _held(_sockets() - self._before):
+                    _shut_down(fd, socket.SHUT_RDWR)
+                    os.close(fd)
+            elif "gloo" in backends:
+                for fd in self._held:
+                    _shut_down(fd, socket.SHUT_RD)
             return self._problem
+
+    def _hold(self, sockets: Iterable[tuple[int, str]]) -> None:
+        for fd in self._held:  # of the group before, which all members of this one have left
+            os.close(fd)
+        self._held = _held(sockets)
 
     def _abort(self, backends: list[Any]) -> None:
         if self._is_aborted:
@@ -195,12 +206,23 @@ def _sockets() -> set[tuple[int, str]]:
     return found
 
 
-def _shut_down(fd: int, name: str, store: int) -> None:
+def _held(sockets: Iterable[tuple[int, str]]) -> list[int]:
+    """Descriptors of our own of those that lead to other ranks, not to the store. gloo closes its own at any time."""
+    found, store = [], int(os.environ.get("MASTER_PORT", "0"))
+    for fd, name in sockets:
+        with suppress(OSError):
+            own = socket.socket(fileno=os.dup(fd))
+            with own, suppress(OSError):
+                is_network = own.family in (socket.AF_INET, socket.AF_INET6)
+                if is_network and own.getpeername()[1] != store and os.readlink(f"/proc/self/fd/{fd}") == name:
+                    found.append(own.detach())
+    return found
+
+
+def _shut_down(fd: int, how: int) -> None:
     with suppress(OSError):
-        own = socket.socket(fileno=os.dup(fd))
+        own = socket.socket(fileno=fd)
         try:
-            is_other = own.family not in (socket.AF_INET, socket.AF_INET6) or own.getpeername()[1] == store
-            if not is_other and os.readlink(f"/proc/self/fd/{fd}") == name:
-                own.shutdown(socket.SHUT_RDWR)
+            own.shutdown(how)
         finally:
-            own.close()
+            own.detach()
