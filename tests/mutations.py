@@ -1100,6 +1100,13 @@ GUARDS = [
         "tests/test_last_boundary.py::test_a_survivor_that_has_not_heard_of_the_next_generation_leaves_for_it",
     ),
     Guard(
+        "elastic: a survivor whose wait gloo does not end is not waited for",
+        "fit/reentry.py",
+        "elif DEFAULT.may_forget:",
+        "elif False:",
+        "tests/test_replacement.py::test_a_survivor_that_gloo_has_forgotten_ends_and_is_replaced_too",
+    ),
+    Guard(
         "elastic: newcomers that come when the fit is over do not hold up its end",
         "launch/loss_policy.py",
         "elif self._are_too_late(seconds):",

@@ -239,6 +239,10 @@ def do(config: dict[str, Any], at: str, step: int, rank: int) -> bool:
             raise RuntimeError("Connection closed by peer, as the test has it")
         elif what == "break_device":
             as_on_gpu.load().break_down()
+        elif what == "forgotten":  # as by gloo: it stands in a collective, and nothing ends that
+            libc, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
+            path = os.path.join(os.path.dirname(torch.__file__), "distributed", "collectives.py")
+            exec(compile("lock(mutex); lock(mutex)", path, "exec"), {"lock": libc.pthread_mutex_lock, "mutex": mutex})
         elif what in ("hold_gil", "block"):  # the latter as whoever waits for a device: no exception gets there
             libc = (ctypes.PyDLL if what == "hold_gil" else ctypes.CDLL)(None)
             mutex = ctypes.create_string_buffer(64)

@@ -226,6 +226,7 @@ NOT_LIGHTNING = {
     "_broadcast_coalesced",  # torch.distributed: what DDP waits for in the forward pass
     "_reduce_scatter_base",  # torch.distributed: a collective, in the evidence of hangs
     "_C",
+    "_current_frames",  # sys: where each thread is, as it documents
     "_current_graph_task_id",  # torch: whether this thread computes a backward pass
     "_execution_engine",  # torch.autograd: what FSDP2 asks, too, to be called at the end of a backward pass
     "_get_layout",  # torch: named in pickles of DCP

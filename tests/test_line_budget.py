@@ -23,11 +23,11 @@ BUDGET = {
     "detect/hangs": 2490,
     "detect/numerics": 798,
     "detect/stragglers": 370,
-    "elastic": 436,
-    "fit": 6649,
+    "elastic": 481,
+    "fit": 6661,
     "launch": 8948,
     "launch/schedulers": 508,
-    "run": 3127,
+    "run": 3128,
 }
 
 _NO_CODE = (

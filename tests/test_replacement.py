@@ -7,6 +7,7 @@ import gc
 import importlib
 import itertools
 import json
+import math
 import os
 import random
 import signal
@@ -34,7 +35,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
 from lightning_resilience._lightning import lightning_reentry
 from lightning_resilience.agreement_protocol import PeerLost
 from lightning_resilience.detect.hangs import watchdog
-from lightning_resilience.elastic import group, nccl
+from lightning_resilience.elastic import group, nccl, stuck
 from lightning_resilience.elastic.group import DefaultGroup
 from lightning_resilience.fit import reentry
 from lightning_resilience.launch import elastic, membership
@@ -773,6 +774,44 @@ def test_a_hung_rank_is_ended_and_replaced(tmp_path: Path) -> None:
     assert replaced(config) == [[1]], output
     [fault] = [each for each in read_ledger(Path(config["run_dir"]) / "ledger") if each["event"] == "fault"]
     assert fault["kind"] == "hang"
+
+
+@pytest.mark.slow
+def test_a_survivor_that_gloo_has_forgotten_ends_and_is_replaced_too(tmp_path: Path) -> None:
+    at = {"at": "train", "step": 18}
+    config, output = launched(tmp_path, 3, [{**at, "rank": 1}, {**at, "rank": 2, "do": "forgotten"}])
+    assert replaced(config) == [[1], [2]], output
+    assert "gloo has not told it" in output
+    assert "Restarting all ranks" not in output
+
+
+def in_torch(seconds: float) -> None:
+    path = os.path.join(os.path.dirname(torch.__file__), "distributed", "collectives.py")
+    exec(compile("sleep(seconds)", path, "exec"), {"sleep": time.sleep, "seconds": seconds})
+
+
+@pytest.mark.parametrize(
+    ("does", "leaves_after_s", "expected"),
+    [
+        pytest.param(in_torch, math.inf, True, id="in a collective"),
+        pytest.param(in_torch, 0.1, False, id="it leaves"),
+        pytest.param(time.sleep, 1.5, False, id="elsewhere"),
+    ],
+)
+def test_only_a_rank_that_waits_in_torch_has_been_forgotten(
+    does: Callable[[float], None], leaves_after_s: float, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stuck, "STUCK_AFTER_S", 0.5)
+    since, found = time.monotonic(), list[bool]()
+
+    def watch() -> None:
+        found.append(stuck.waits_for_ever(lambda: time.monotonic() > since + leaves_after_s))
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    does(2.0)
+    watcher.join()
+    assert found == [expected]
 
 
 # -- on an accelerator, whose collectives do not tell that a peer is lost ---------------------------------------------

@@ -1294,6 +1294,7 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> Any:
         (context, "DEFAULT", OfProcess("group")),
         (reentry, "gc", SimpleNamespace(collect=lambda: None)),
         (reentry, "os", Os()),
+        (reentry, "threading", SimpleNamespace(Thread=lambda **options: SimpleNamespace(start=lambda: None))),
         (reentry, "lightning_reentry", SimpleNamespace(on_run=lambda run: None, leave_fit=lambda trainer, start: None)),
         (
             reentry,
@@ -1385,7 +1386,7 @@ def run_all(seeds: Iterable[int], folder: Path, schedule: Callable[[int], Schedu
     return found
 
 
-@schedules(100, 1500)
+@schedules(100, 600)
 def test_every_run_ends_as_the_undisturbed_one(folder: Path, seeds: range) -> None:
     found = run_all(seeds, folder)
     # The schedules reach what they are meant to reach.
@@ -1395,7 +1396,7 @@ def test_every_run_ends_as_the_undisturbed_one(folder: Path, seeds: range) -> No
         assert found[each] > 0.01 * len(seeds), each
 
 
-@schedules(40, 1500)
+@schedules(40, 600)
 def test_every_run_that_goes_on_with_fewer_ranks_ends_as_the_undisturbed_one(folder: Path, seeds: range) -> None:
     found = run_all(seeds, folder, Schedule.going_on)
     assert found["gone on with fewer"] > 0.25 * len(seeds)
@@ -1404,7 +1405,7 @@ def test_every_run_that_goes_on_with_fewer_ranks_ends_as_the_undisturbed_one(fol
         assert found[each] > 0.01 * len(seeds), each
 
 
-@schedules(40, 1500)
+@schedules(40, 600)
 def test_every_run_that_loses_nodes_ends_as_the_undisturbed_one(folder: Path, seeds: range) -> None:
     found = run_all(seeds, folder, Schedule.of_nodes)
     assert found["nodes lost"] > 0.5 * len(seeds)

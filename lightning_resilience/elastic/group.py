@@ -8,7 +8,7 @@ appear while the group is opened, but for the ones that lead to its store.
 But when a connection breaks, gloo does not end the wait for what it is just sending (``Pair::signalException`` passes
 over the unbound buffers in ``tx_``): in one of ten cuts a rank would wait until the timeout. So the sockets are shut
 down for reading only, and none is closed before all have left the group: what is sent meanwhile still goes into the
-buffers of the kernel.
+buffers of the kernel. To a rank that was killed it does not: see :mod:`~lightning_resilience.elastic.stuck`.
 
 **NCCL.** Nobody is told of a death: the device waits for its peers for ever, and the host for the device. To abort the
 communicators, from any thread, ends that, but raises nothing: the host goes on, with results that are arbitrary. The
@@ -76,7 +76,7 @@ class DefaultGroup:
                 self._check_not_over()
                 result = opens(*args, **kwargs)
                 with self._lock:
-                    self._hold(_sockets() - self._before)
+                    self._hold(_sockets() - self._before if "gloo" in _backends() else ())
                 self.is_known = True
             finally:
                 with self._lock:
@@ -154,6 +154,11 @@ class DefaultGroup:
             self._problem = f"the abort of its collectives has not ended within {ABORTED_WITHIN_S:g} s"
         elif failed:
             self._problem = f"the abort of its collectives has failed ({failed[0]})"
+
+    @property
+    def may_forget(self) -> bool:
+        """Whether a wait in the group that is open may not end although it was cut: gloo's."""
+        return bool(self._held)
 
     def check_not_aborted(self) -> None:
         """Raises :class:`PeerLost` if collectives were aborted: what the device computes since then is arbitrary."""

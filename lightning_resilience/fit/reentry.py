@@ -17,6 +17,7 @@ import functools
 import gc
 import logging
 import os
+import threading
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -24,13 +25,14 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from lightning_resilience._lightning import lightning_loggers, lightning_reentry, lightning_strategies
 from lightning_resilience.agreement_protocol import PeerLost
 from lightning_resilience.checkpoint import devices
+from lightning_resilience.elastic import stuck
 from lightning_resilience.elastic.group import DEFAULT
 from lightning_resilience.fit import absent_ranks, context
 from lightning_resilience.fit.context import FitContext
 from lightning_resilience.fit.participant import Participant
 from lightning_resilience.launch import membership
 from lightning_resilience.launch.membership import Membership, Replacement
-from lightning_resilience.run import time_account
+from lightning_resilience.run import exit_codes, time_account
 from lightning_resilience.run.deadlines import DEVICE_ANSWERS_WITHIN_S, ENDED_WITHIN_S
 from lightning_resilience.run.events import Event, RestoredInPlace, Resumed, Saved
 
@@ -60,6 +62,18 @@ def install(leave_session: Callable[[Trainer, Collection[int]], None]) -> None:
 def _cut(line: Membership) -> None:
     if (problem := DEFAULT.cut()) is not None:
         line.say("refused", problem)
+    elif DEFAULT.may_forget:
+        watch = threading.Thread(target=_end_if_stuck, args=(line, line.generation), name="after-a-cut", daemon=True)
+        watch.start()
+
+
+def _end_if_stuck(line: Membership, generation: int) -> None:
+    if stuck.waits_for_ever(lambda: line.generation != generation):
+        log.warning(
+            "This rank ends: gloo has not told it that the connections to the others are closed. It is replaced like a "
+            "rank that is lost."
+        )
+        os._exit(exit_codes.HUNG)
 
 
 def _run(
