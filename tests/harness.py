@@ -140,6 +140,16 @@ def run(config: dict[str, Any], tmp: Path, timeout_s: float = 100.0, **kwargs: A
     return codes, ranks.text()
 
 
+def run_ranks(function: Callable[..., None], *arguments: Any, count: int = 2) -> None:
+    """Calls a function of a module in as many processes, with the rank and ``arguments``; those that hang are ended."""
+    ranks = [CONTEXT.Process(target=function, args=(rank, *arguments)) for rank in range(count)]
+    for each in ranks:
+        each.start()
+    for each in ranks:
+        each.join(120)
+        each.kill()
+
+
 def result(config: dict[str, Any]) -> Any:
     return json.loads(Path(config["out"]).read_text())
 

@@ -35,6 +35,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_resilience import AutoResume, LocalCheckpoint, Preemption, _processes, signals
 from lightning_resilience._lightning import lightning_checkpoints
+from lightning_resilience.agreement_protocol import PeerLost
 from lightning_resilience.checkpoint import capacity, checkpoint_file, resume, shard
 from lightning_resilience.checkpoint import local as local_saves
 from lightning_resilience.checkpoint import node_store as node_store
@@ -766,6 +767,20 @@ def test_a_process_of_an_older_attempt_removes_nothing(memory: Run, monkeypatch:
         memory.fit(memory.local())
     assert memory.trainer.global_step == 10
     assert steps_in(memory.folder) == [3, 6, 9]
+
+
+def test_a_writer_goes_on_that_removes_nothing_since_another_generation_has_begun(
+    memory: Run, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It still saves for that one; the training hears of it by itself."""
+
+    def retire(*arguments: Any) -> None:
+        raise PeerLost("the ranks of this run are others from here on")
+
+    monkeypatch.setattr(NodeStore, "retire", retire)
+    ends_well(memory, memory.local(), max_epochs=-1, max_steps=10)
+    assert steps_in(memory.folder) == [3, 6, 9]
+    assert errors_in(caplog) == []
 
 
 class Gate:

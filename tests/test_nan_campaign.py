@@ -27,7 +27,7 @@ from lightning_resilience.checkpoint.node_store import ShardWriter
 from lightning_resilience.checkpoint.safe_serialization import unpack
 from lightning_resilience.fit import context, joining, numerics_policy
 from lightning_resilience.run.run_directory import RunDirectory
-from tests.harness import CONTEXT, command, free_port, result, run, run_command, weights
+from tests.harness import command, free_port, result, run, run_command, run_ranks, weights
 from tests.ledgers import read_ledger
 from tests.test_exact_resume import make, undisturbed
 from tests.test_local_checkpoint import Waits, part_of, parts_in, reseal
@@ -455,13 +455,7 @@ def one_of_two(rank: int, port: int, spoil: str, folder: Path) -> None:
 @pytest.mark.parametrize("spoil", ALONE)
 def test_what_only_one_rank_could_know(spoil: str, tmp_path: Path) -> None:
     """The loss is the rank's own and the gradients would be fine: only because of the verdict they are not."""
-    port = free_port()
-    ranks = [CONTEXT.Process(target=one_of_two, args=(rank, port, spoil, tmp_path)) for rank in range(2)]
-    for each in ranks:
-        each.start()
-    for each in ranks:
-        each.join(60)
-        each.kill()
+    run_ranks(one_of_two, free_port(), spoil, tmp_path)
     found = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
     assert [each[:2] for each in found] == [(True, 1), (True, 1)]
     assert same(found[0][2], found[1][2])
@@ -494,12 +488,7 @@ def with_losses_of_its_own(rank: int, ports: list[int], folder: Path) -> None:
 def test_every_rank_goes_on_with_its_own_losses(tmp_path: Path) -> None:
     """After a resume too: what is much for one rank is nothing for another."""
     ports = [free_port(), free_port()]
-    ranks = [CONTEXT.Process(target=with_losses_of_its_own, args=(rank, ports, tmp_path)) for rank in range(2)]
-    for each in ranks:
-        each.start()
-    for each in ranks:
-        each.join(120)
-        each.kill()
+    run_ranks(with_losses_of_its_own, ports, tmp_path)
     assert [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)] == [[0, 1], [0, 1]]
 
 

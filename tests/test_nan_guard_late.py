@@ -398,6 +398,26 @@ def test_the_smallest_parameter_tells(removed: list[StepGuard]) -> None:
         guard.end()
 
 
+@pytest.mark.parametrize("value", [-1.0, math.nan, math.inf, -math.inf])
+def test_a_loss_that_is_no_number_is_bad_though_no_gradient_is(value: float, removed: list[StepGuard]) -> None:
+    module = nn.Linear(4, 2)
+    optimizer = torch.optim.AdamW(module.parameters(), fused=True)
+    removed.append(guard := guarded(module, optimizer))
+    for each in (1.0, value):  # in its first step an optimizer is asked otherwise
+        before = module.weight.clone()
+        guard.begin(each)
+        optimizer.zero_grad()
+        loss = module(torch.randn(3, 4)).mean()
+        guard.check_loss(loss * 0 + each)
+        loss.backward()
+        optimizer.step()
+        guard.end()
+    (first, second) = guard.results(wait=True)
+    assert first.problem is None
+    assert (second.problem is None) == math.isfinite(value)
+    assert torch.equal(module.weight, before) != math.isfinite(value)
+
+
 # -- several ranks -----------------------------------------------------------------------------------------------------
 
 

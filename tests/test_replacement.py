@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import hashlib
 import importlib
 import itertools
 import json
@@ -19,6 +20,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from subprocess import Popen
 from typing import Any
@@ -47,7 +49,7 @@ from lightning_resilience.launch.newcomers import how_ended, is_replaceable
 from lightning_resilience.run import deadlines, exit_codes
 from lightning_resilience.run.run_directory import JOINS_VARIABLE, RunDirectory
 from tests import as_on_gpu, test_logs
-from tests.harness import CONTEXT, command, differences, free_port, reference, result, samples
+from tests.harness import CONTEXT, command, differences, free_port, reference, result, run_ranks, samples
 from tests.ledgers import Ledger, read_ledger
 from tests.test_exact_resume import make, undisturbed
 from tests.test_launch import wait_until
@@ -270,7 +272,7 @@ def test_no_group_is_opened_when_another_rank_is_lost(monkeypatch: pytest.Monkey
 
 
 def cut_again_and_again(rank: int, ports: list[int], counts: Any) -> None:
-    group, chance = DefaultGroup(), random.Random(1)
+    group, chance, descriptors = DefaultGroup(), random.Random(1), list[int]()
     group.install(lambda: False)
     os.environ.update(MASTER_ADDR="127.0.0.1", RANK=str(rank), WORLD_SIZE="2")
     for port in ports:
@@ -286,19 +288,17 @@ def cut_again_and_again(rank: int, ports: list[int], counts: Any) -> None:
         timer.join()
         group.close()
         counts[rank] += 1
+        descriptors.append(len(os.listdir("/proc/self/fd")))
+    assert max(descriptors) < min(descriptors) + 20, "those of earlier groups stay open"
+    counts[rank] += 1
 
 
 @pytest.mark.slow
 def test_no_rank_waits_for_what_it_was_sending_when_its_group_was_cut() -> None:
     counts = CONTEXT.Array("i", 2)
     ports = [free_port() for _ in range(40)]
-    ranks = [CONTEXT.Process(target=cut_again_and_again, args=(rank, ports, counts)) for rank in range(2)]
-    for each in ranks:
-        each.start()
-    for each in ranks:
-        each.join(120)
-        each.kill()
-    assert list(counts) == [40, 40]
+    run_ranks(cut_again_and_again, ports, counts)
+    assert list(counts) == [41, 41]
 
 
 def test_a_store_that_is_closed_while_a_rank_connects_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -436,9 +436,14 @@ def test_how_many_restarts_are_left_is_read_from_the_ledger(tmp_path: Path) -> N
 
 
 def test_no_restart_is_left_where_the_ledger_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    answers, reads = threading.Event(), elastic.read_history
+    monkeypatch.setattr(elastic, "read_history", lambda path: (answers.wait(5), reads(path))[1])
     monkeypatch.setattr(elastic, "_READ_WITHIN_S", 0.01)
-    monkeypatch.setattr(elastic, "read_history", lambda path: time.sleep(5))
-    assert Supervisor([], 2, 3, "abc", 5.0, Ledger(tmp_path, rank=None)).restarts_left() == 0
+    supervisor = Supervisor([], 2, 3, "abc", 5.0, Ledger(tmp_path, rank=None))
+    assert supervisor.restarts_left() == 0
+    monkeypatch.setattr(elastic, "_READ_WITHIN_S", 10.0)
+    answers.set()
+    assert supervisor.restarts_left() > 0
 
 
 def test_another_rank_that_dies_meanwhile_is_replaced_too(tmp_path: Path) -> None:
@@ -785,21 +790,26 @@ def test_a_survivor_that_gloo_has_forgotten_ends_and_is_replaced_too(tmp_path: P
     assert "Restarting all ranks" not in output
 
 
-def in_torch(seconds: float) -> None:
+def in_torch(does: Callable[[], object]) -> None:
     path = os.path.join(os.path.dirname(torch.__file__), "distributed", "collectives.py")
-    exec(compile("sleep(seconds)", path, "exec"), {"sleep": time.sleep, "seconds": seconds})
+    exec(compile("does()", path, "exec"), {"does": does})
+
+
+sleeps = partial(time.sleep, 2.0)
+computes = partial(hashlib.pbkdf2_hmac, "sha256", b"", b"", 5_000_000)  # for seconds, in which other threads go on
 
 
 @pytest.mark.parametrize(
     ("does", "leaves_after_s", "expected"),
     [
-        pytest.param(in_torch, math.inf, True, id="in a collective"),
-        pytest.param(in_torch, 0.1, False, id="it leaves"),
-        pytest.param(time.sleep, 1.5, False, id="elsewhere"),
+        pytest.param(partial(in_torch, sleeps), math.inf, True, id="in a collective"),
+        pytest.param(partial(in_torch, sleeps), 0.1, False, id="it leaves"),
+        pytest.param(partial(in_torch, computes), 1.5, False, id="it computes"),
+        pytest.param(sleeps, 1.5, False, id="elsewhere"),
     ],
 )
 def test_only_a_rank_that_waits_in_torch_has_been_forgotten(
-    does: Callable[[float], None], leaves_after_s: float, expected: bool, monkeypatch: pytest.MonkeyPatch
+    does: Callable[[], object], leaves_after_s: float, expected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stuck, "STUCK_AFTER_S", 0.5)
     since, found = time.monotonic(), list[bool]()
@@ -809,7 +819,7 @@ def test_only_a_rank_that_waits_in_torch_has_been_forgotten(
 
     watcher = threading.Thread(target=watch)
     watcher.start()
-    does(2.0)
+    does()
     watcher.join()
     assert found == [expected]
 

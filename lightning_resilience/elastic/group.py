@@ -6,9 +6,10 @@ sockets down does, on every rank at once and from any thread. Which sockets thes
 appear while the group is opened, but for the ones that lead to its store.
 
 But when a connection breaks, gloo does not end the wait for what it is just sending (``Pair::signalException`` passes
-over the unbound buffers in ``tx_``): in one of ten cuts a rank would wait until the timeout. So the sockets are shut
-down for reading only, and none is closed before all have left the group: what is sent meanwhile still goes into the
-buffers of the kernel. To a rank that was killed it does not: see :mod:`~lightning_resilience.elastic.stuck`.
+over the unbound buffers in ``tx_``): in one of ten cuts of two ranks in a barrier one would wait until the timeout. So
+the sockets are shut down for reading only, and none is closed before all have left the group: what is sent meanwhile
+still goes into the buffers of the kernel. To a rank that was killed it does not: see
+:mod:`~lightning_resilience.elastic.stuck`.
 
 **NCCL.** Nobody is told of a death: the device waits for its peers for ever, and the host for the device. To abort the
 communicators, from any thread, ends that, but raises nothing: the host goes on, with results that are arbitrary. The
@@ -115,12 +116,12 @@ class DefaultGroup:
             Why it may still be blocked; ``None``: it is not.
         """
         with self._lock:
-            is_opening = self._before is not None
-            backends = _backends() if dist.is_initialized() and not is_opening else {}
+            before = self._before
+            backends = _backends() if dist.is_initialized() and before is None else {}
             if aborted := [backend for name, backend in backends.items() if name in ABORTABLE]:
                 self._abort(aborted)
-            if self._before is not None:
-                for fd in _held(_sockets() - self._before):
+            if before is not None:
+                for fd in _held(_sockets() - before):
                     _shut_down(fd, socket.SHUT_RDWR)
                     os.close(fd)
             elif "gloo" in backends:

@@ -250,9 +250,7 @@ class StragglerReports(Participant):
             self._profiler.allow(self._options.report_time_interval)
             if (problem := self._profiler.problem) is not None:  # perhaps on this rank alone
                 self._warn_once(f"Kernels are not profiled any more on rank {session.fit.rank}: {problem}.")
-            elif (
-                not found
-            ):  # seen on a GPU where PyTorch's profiler had been on in the process: nothing is wrong, but empty
+            elif not found:  # CUPTI says that all is well
                 self._warn_once(
                     f"CUPTI shows no kernel of rank {session.fit.rank}, so reports are of its steps: another profiler, "
                     "such as PyTorch's in an earlier fit, may have taken CUPTI over for good."

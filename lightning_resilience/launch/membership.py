@@ -213,7 +213,7 @@ def join() -> Membership | None:
 
 
 def check_is_of_generation() -> None:
-    """What says that another rank has begun the next generation calls this: the word of it is on its way here, too.
+    """Called where it shows that another rank has begun the next generation: the word of it is on its way here, too.
 
     Raises:
         PeerLost: If it has come.
