@@ -23,7 +23,7 @@ BUDGET = {
     "detect/hangs": 2490,
     "detect/numerics": 798,
     "detect/stragglers": 370,
-    "elastic": 481,
+    "elastic": 490,
     "fit": 6661,
     "launch": 8948,
     "launch/schedulers": 508,

@@ -117,7 +117,7 @@ class DefaultGroup:
         """
         with self._lock:
             before = self._before
-            backends = _backends() if dist.is_initialized() and before is None else {}
+            backends = _backends() if before is None else {}
             if aborted := [backend for name, backend in backends.items() if name in ABORTABLE]:
                 self._abort(aborted)
             if before is not None:
@@ -192,9 +192,11 @@ DEFAULT = DefaultGroup()
 
 
 def _backends() -> dict[str, Any]:
-    """The backends of the default group, by name: one for all devices, or one for each."""
+    """The backends of the default group, by name: one for all devices, or one for each; none before it is open."""
+    found = dict[str, Any]()
+    if not dist.is_initialized():
+        return found
     group = dist.distributed_c10d._get_default_group()
-    found = {}
     for device in group._device_types:
         with suppress(RuntimeError):  # none for it
             backend = group._get_backend(device)

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
@@ -19,7 +20,7 @@ from lightning_resilience.run.deadlines import STUCK_AFTER_S
 
 _POLL_S = 0.1
 _IDLE_SHARE = 0.2
-"""Of a core: a process that computes uses more."""
+"""Of a core: a process that computes uses more, or would if other processes left it one."""
 
 _PLACES = tuple(
     os.path.join(os.path.dirname(torch.__file__), *place) + os.sep
@@ -37,15 +38,24 @@ def waits_for_ever(has_left: Callable[[], bool]) -> bool:
         Whether it has stood still in a collective or a backward pass for :data:`~.deadlines.STUCK_AFTER_S`, and the
         process has computed nothing meanwhile; false as soon as it has left.
     """
-    since, used, place = time.monotonic(), time.process_time(), _place()
+    since, used, place = time.monotonic(), _computed_s(), _place()
     while not has_left():
         time.sleep(_POLL_S)
-        now, uses, is_at = time.monotonic(), time.process_time(), _place()
+        now, uses, is_at = time.monotonic(), _computed_s(), _place()
         if is_at is None or is_at != place or uses - used > _IDLE_SHARE * (now - since) + _POLL_S:
             since, used, place = now, uses, is_at
         elif now - since >= STUCK_AFTER_S:
             return True
     return False
+
+
+def _computed_s() -> float:
+    """Seconds of CPU that this process has used, and those that its main thread has waited for a core."""
+    try:
+        waited_ns = int(Path("/proc/self/schedstat").read_text().split()[1])
+    except (OSError, IndexError, ValueError):  # a kernel that does not count them
+        waited_ns = 0
+    return time.process_time() + waited_ns / 1e9
 
 
 def _place() -> tuple[int, int] | None:
