@@ -167,6 +167,10 @@ DEFAULTS: dict[str, Any] = {
 }
 
 
+LIFE = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+"""Of this process: its rank's number of restarts before it."""
+
+
 def do(config: dict[str, Any], at: str, step: int, rank: int) -> bool:
     """Does what the config says shall happen at this place; returns whether that is to leave something out."""
     trace(config, rank, f"{at} {step}")
@@ -179,7 +183,7 @@ def do(config: dict[str, Any], at: str, step: int, rank: int) -> bool:
             continue
         if event.get("fit", config.get("fit")) != config.get("fit"):
             continue
-        if event.get("node", node_name()) != node_name():
+        if event.get("node", node_name()) != node_name() or event.get("life", LIFE) != LIFE:
             continue
         if event.get("after", 0) > config.setdefault("furthest", 0):
             continue

@@ -20,14 +20,14 @@ BUDGET = {
     "checkpoint": 4927,
     "contrib": 225,
     "detect": 325,
-    "detect/hangs": 2490,
+    "detect/hangs": 2493,
     "detect/numerics": 798,
     "detect/stragglers": 370,
     "elastic": 490,
-    "fit": 6661,
-    "launch": 8948,
+    "fit": 6731,
+    "launch": 8962,
     "launch/schedulers": 508,
-    "run": 3128,
+    "run": 3137,
 }
 
 _NO_CODE = (

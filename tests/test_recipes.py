@@ -295,6 +295,7 @@ def test_as_many_nodes_as_there_may_be_begin_and_as_many_as_there_must_be_go_on(
     ("given", "reason"),
     [
         (["--when-lost=go-on"], "is an option of --elastic"),
+        (["--replace-stragglers"], "is an option of --elastic"),
         (["--elastic", "--min-ranks=2"], "needs --when-lost go-on"),
         (
             ["--elastic", "--when-lost=go-on", "--min-ranks=3", "--nproc-per-node=2"],

@@ -22,7 +22,12 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from lightning_resilience._lightning import lightning_loggers, lightning_reentry, lightning_strategies
+from lightning_resilience._lightning import (
+    lightning_callbacks,
+    lightning_loggers,
+    lightning_reentry,
+    lightning_strategies,
+)
 from lightning_resilience.agreement_protocol import PeerLost
 from lightning_resilience.checkpoint import devices
 from lightning_resilience.elastic import stuck
@@ -35,6 +40,7 @@ from lightning_resilience.launch.membership import Membership, Replacement
 from lightning_resilience.run import exit_codes, time_account
 from lightning_resilience.run.deadlines import DEVICE_ANSWERS_WITHIN_S, ENDED_WITHIN_S
 from lightning_resilience.run.events import Event, RestoredInPlace, Resumed, Saved
+from lightning_resilience.run.run_directory import REPLACES_STRAGGLERS_VARIABLE
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -185,11 +191,15 @@ class Replaceability(Participant):
 
     Args:
         fit: The fit.
+
+    Attributes:
+        why_not: Why it cannot, after :meth:`begin`; ``None``: it can.
     """
 
     def __init__(self, fit: FitContext) -> None:
         self._fit = fit
         self._line = membership.current()
+        self.why_not: str | None = "launch --elastic has not started it"
 
     @property
     def is_possible(self) -> bool:
@@ -200,18 +210,21 @@ class Replaceability(Participant):
         """The loops of the fit begin."""
         if self._line is None:
             return
-        if (reason := why_not(session)) is None:
-            trainer = self._fit.trainer
+        trainer, is_first = self._fit.trainer, self._line.generation == 0
+        finds_them = bool(lightning_callbacks.callbacks_named(trainer, "StragglerDetection"))
+        if trainer.is_global_zero and is_first and REPLACES_STRAGGLERS_VARIABLE in os.environ and not finds_them:
+            log.warning("--replace-stragglers replaces nothing: the Trainer has no StragglerDetection.")
+        self.why_not = why_not(session)
+        if self.why_not is None:
             fewer = absent_ranks.why_not(trainer, len(self._line.slots)) or absent_ranks.why_not_divided(trainer)
             tasks = lightning_loggers.why_others_cannot_log(trainer)
             self._line.say("ready", fewer=fewer or "", tasks=tasks or "")
-            device, is_first = trainer.strategy.root_device, self._line.generation == 0
-            if trainer.is_global_zero and device.type != "cpu" and is_first:
+            if trainer.is_global_zero and trainer.strategy.root_device.type != "cpu" and is_first:
                 log.info("--elastic has not been run on GPUs yet: if a replacement fails, all ranks are restarted.")
             return
-        self._line.say("refused", reason)
-        if self._fit.trainer.is_global_zero:
-            log.warning("The loss of a rank will restart all ranks: %s.", reason)
+        self._line.say("refused", self.why_not)
+        if trainer.is_global_zero:
+            log.warning("The loss of a rank will restart all ranks: %s.", self.why_not)
 
     def check(self) -> None:
         """At a boundary: ends the fit if what the device has computed is arbitrary, since a rank is lost.

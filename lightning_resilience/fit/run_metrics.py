@@ -30,6 +30,7 @@ from lightning_resilience.run.events import (
     Saved,
     SaveFailed,
     Stragglers,
+    StragglersReplaced,
     StragglerStop,
     TimeSpent,
     Unhealthy,
@@ -49,6 +50,7 @@ _NOT_SHOWN = "Weights & Biases could not show something of the run."
 _ALERTS = {
     Rollback: ("Rolled back", "WARN"),
     Stragglers: ("Stragglers", "WARN"),
+    StragglersReplaced: ("Stragglers are replaced", "WARN"),
     StragglerStop: ("Stopped because of stragglers", "WARN"),
     SaveFailed: ("A checkpoint was not saved", "ERROR"),
     Unhealthy: ("A node failed its health check", "ERROR"),

@@ -92,10 +92,10 @@ class FitSession:
         self._restorer = Restorer(fit, self._identity, self.exact, self.selector, self.saver)
         self._ending = EndOfFit(fit, self.outcome, self.exact, self.selector, self.saver)
         self._metrics = RunMetrics(fit)
-        self._replaceability = Replaceability(fit)
-        for participant in (self._ending, self._metrics, self._replaceability):
+        self.replaceability = Replaceability(fit)
+        for participant in (self._ending, self._metrics, self.replaceability):
             fit.participants.add(participant)
-        self.last_boundary = LastBoundary(self) if self._replaceability.is_possible else None
+        self.last_boundary = LastBoundary(self) if self.replaceability.is_possible else None
         if self.last_boundary is not None:
             fit.participants.add(self.last_boundary)
         self.members: list[Any] = []
@@ -146,7 +146,7 @@ class FitSession:
         else:
             with self.fit.time.during(time_account.RESTORE):
                 self._restorer.restore(explicit, weights_only)
-                self._replaceability.check_has_state(self.selector.loaded is not None)
+                self.replaceability.check_has_state(self.selector.loaded is not None)
         self._has_restored = True
         lightning_data.forget(self.fit.trainer)
 
@@ -261,7 +261,7 @@ class FitSession:
             self.fit.advanced()  # a search
             return True
         if self.last_boundary is not None:
-            self._replaceability.check()
+            self.replaceability.check()
         fit = self.fit
         step, position = fit.trainer.global_step, agreement_protocol.training(fit.steps_counted)
         if fit.progress is not None:
@@ -296,7 +296,7 @@ class FitSession:
         for before_batch in calls.before_batch:
             before_batch()
         if self.last_boundary is not None:
-            self._replaceability.check_members()
+            self.replaceability.check_members()
         if not is_first:
             fit.time.begin_batch(step)
         self.outcome.has_trained = self._in_batch = True
@@ -364,7 +364,7 @@ class FitSession:
                 self.fit.time.enter(time_account.CALLBACKS)
 
     def _boundary_in_evaluation(self, position: agreement_protocol.Position) -> None:
-        self._replaceability.check()
+        self.replaceability.check()
         self.fit.stand_at("setup" if self.fit.trainer.sanity_checking else "validation", position)
         # In the sanity check there is nothing to save, and the first training boundary follows soon.
         clean = not self.fit.trainer.sanity_checking and lightning_progress.accumulation_window_complete(
@@ -412,17 +412,17 @@ class FitSession:
 
     def _run(self, loop: Callable[[], None]) -> None:
         begun = self.exact.get_random_state()  # with which a new process creates its loaders
-        self._replaceability.begin(self)
+        self.replaceability.begin(self)
         while True:
             try:
                 lightning_loops.rerun_end_of_fit(self.fit.trainer) if self._ending.has_only_to_end() else loop()
-                return self._replaceability.end()
+                return self.replaceability.end()
             except _Rollback as rollback:
                 choice = rollback.choice
             except (signals.Interrupted, StaleAttempt):
                 raise
             except BaseException as error:
-                if os.getpid() == self._pid and not self._replaceability.is_loss(error):
+                if os.getpid() == self._pid and not self.replaceability.is_loss(error):
                     for on_raised in self.fit.participants.implement(Participant.on_raised):
                         on_raised()
                 raise

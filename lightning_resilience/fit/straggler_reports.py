@@ -1,13 +1,16 @@
-"""Compares the step times of all ranks now and then, and ends the run because of slow ranks if it may."""
+"""Compares the step times of all ranks now and then, and ends slow ranks, or the run because of them, if it may."""
 
 from __future__ import annotations
 
 import logging
 import math
+import os
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import torch
 
@@ -41,10 +44,12 @@ from lightning_resilience.detect.stragglers.stragglers import (
 )
 from lightning_resilience.fit.participant import Participant, Stateful
 from lightning_resilience.fit.session import FitSession
+from lightning_resilience.launch import membership
 from lightning_resilience.launch.nodes import why_not_excluded
-from lightning_resilience.run.events import Stragglers, StragglerStop
+from lightning_resilience.run import exit_codes
+from lightning_resilience.run.events import Stragglers, StragglersReplaced, StragglerStop
 from lightning_resilience.run.ledger import read_ledger
-from lightning_resilience.run.run_directory import is_started_again
+from lightning_resilience.run.run_directory import REPLACES_STRAGGLERS_VARIABLE, is_started_again
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -55,9 +60,10 @@ Backend = Literal["auto", "timer", "device_events", "cupti"]
 
 _REPORT = "straggler report"
 _STOP = "stop for stragglers"
+_REPLACE = "replace stragglers"
 _STATE_KEY = "stragglers"
 _MIN_STEPS = 10  # in a report: what is typical of less is noise
-_STOPS_AFTER = 2  # reports in a row: one may have met a moment of the script's own work
+_ENDS_AFTER = 2  # reports in a row: one may have met a moment of the script's own work
 _MAX_NAMED = 100  # that are named in one line or event
 
 
@@ -130,9 +136,13 @@ class StragglerReports(Participant):
         self._comm = _make_comm(session.fit.trainer) if session.fit.trainer.world_size > 1 else Comm()
         self._history = History(f"{device_id}, {self.backend}, {session.fit.trainer.world_size} ranks")
         self._streaks = Streaks(options.min_consecutive_reports)
-        self._lasting = Streaks(max(_STOPS_AFTER, options.min_consecutive_reports))
+        self._lasting = Streaks(max(_ENDS_AFTER, options.min_consecutive_reports))
         self._panels = wandb_panels.Panels()
         self._stopped_for: set[str] = set()
+        self._replaced: set[tuple[int, str]] = set()
+        self._makes_room_behind = math.inf  # this step: then no rank is in the agreement any more
+        self._leaves = False
+        self._room: StragglersReplaced | None = None
         self._logged: set[str] = set()
         self._due = math.inf
         self._is_cold = True
@@ -144,9 +154,11 @@ class StragglerReports(Participant):
         return {_STATE_KEY: self._history, **panels}
 
     def on_event(self, event: Event) -> None:
-        """Gathers the scores, or stops because of a slow rank."""
+        """Gathers the scores, ends slow ranks, or stops because of them."""
         if event.kind == _REPORT:
             self._report()
+        elif event.kind == _REPLACE:
+            self._agree_on_replacement(event)
         elif event.kind == _STOP:
             self._stop(event)
 
@@ -181,12 +193,11 @@ class StragglerReports(Participant):
         if trainer.world_size > 1:
             self._comm_wait.start()
         if session.fit.rank == 0:
-            self._stopped_for = {
-                device
-                for event in read_ledger(session.fit.run.ledger)
-                if isinstance(event, StragglerStop)
-                for device in event.devices or ()
-            }
+            for event in read_ledger(session.fit.run.ledger):
+                if isinstance(event, StragglerStop):
+                    self._stopped_for.update(event.devices or ())
+                elif isinstance(event, StragglersReplaced):
+                    self._replaced.update(zip(event.ranks or (), event.devices or (), strict=False))
             self._due = time.monotonic() + self._options.report_time_interval
 
     def leave(self) -> None:
@@ -198,7 +209,9 @@ class StragglerReports(Participant):
     # -- every step ----------------------------------------------------------------------------------------------------
 
     def before_batch(self) -> None:
-        """A step begins."""
+        """A step begins, whose state was noted; see :mod:`.last_boundary`."""
+        if self._leaves:
+            self._make_room()
         if self._is_cold:
             self._is_cold = False  # the first step is slow in its own way
             self._period = None
@@ -236,6 +249,7 @@ class StragglerReports(Participant):
 
     def at_boundary(self, step: int, may_save: Callable[[], bool]) -> None:
         """Asks for a report when it is due; on rank 0 only, as ``_due`` is infinite elsewhere."""
+        self._leaves = step > self._makes_room_behind
         if time.monotonic() >= self._due and len(self._time) >= _MIN_STEPS:
             self._due = math.inf  # until it is made
             self.session.fit.agreement.request(_REPORT, {}, Needs.TRAINING)
@@ -295,7 +309,7 @@ class StragglerReports(Participant):
             log.info("%s", took)
         else:  # in one line: most reports are of this kind
             log.info("No stragglers after step %d%s. %s", report.step, self._range(report), took)
-        if lasting and options.stop_if_detected:
+        if lasting and not self._asks_for_replacement(lasting) and options.stop_if_detected:
             self._consider_stopping(lasting)
 
     def _print(self, report: Report, stragglers: Sequence[Straggler]) -> None:
@@ -352,6 +366,59 @@ class StragglerReports(Participant):
         except Exception:  # a report is not worth the training
             log.exception("A logger could not take the straggler report.")
 
+    # -- replacing -----------------------------------------------------------------------------------------------------
+
+    def _asks_for_replacement(self, stragglers: Sequence[Straggler]) -> bool:
+        if REPLACES_STRAGGLERS_VARIABLE not in os.environ:
+            return False
+        line = membership.current()
+        slots = range(len(self._device_ids)) if line is None else line.members
+        places = {(slots[each.rank], str(each.device_id)): each for each in stragglers}
+        new = {place: each for place, each in places.items() if place not in self._replaced}
+        if not new:
+            return False
+        why = self.session.replaceability.why_not
+        if self._are_too_many(stragglers):
+            why = "more than half of the ranks are slow"
+        elif all(each.cause == SECTIONS[CALLBACKS] for each in new.values()):
+            why = "its callbacks would take as long in another process"
+        if why is not None:
+            self._warn_once(f"No slow rank is replaced: {why}.")
+            return False
+        self._replaced.update(new)
+        payload = {
+            "reason": _named(list(new.values())),
+            "ranks": [each.rank for each in new.values()],
+            "slots": [slot for slot, _ in new],
+            "devices": [device for _, device in new],
+        }
+        self.session.fit.agreement.request(_REPLACE, payload, Needs.CLEAN | Needs.TRAINING)
+        return True
+
+    def _agree_on_replacement(self, event: Event) -> None:
+        fit, what = self.session.fit, event.payload
+        if fit.rank == 0:
+            log.warning("Replacing what is too slow: %s.", what["reason"])
+        if fit.rank in what["ranks"]:
+            self._makes_room_behind = fit.trainer.global_step
+            self._room = StragglersReplaced(
+                fit=fit.index, step=None, ranks=what["slots"], devices=what["devices"], reason=what["reason"]
+            )
+
+    def _make_room(self) -> NoReturn:
+        """Ends this process as if it were killed: that the others know how to mend."""
+        with suppress(TimeoutError):
+            self.session.saver.wait()  # for its part of a checkpoint
+        assert self._room is not None
+        self._room.step = self.session.fit.trainer.global_step
+        self.session.fit.ledger.record(self._room)
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os._exit(exit_codes.TOO_SLOW)
+
+    def _are_too_many(self, stragglers: Sequence[Straggler]) -> bool:
+        return 2 * len({each.rank for each in stragglers}) > len(self._device_ids)
+
     # -- stopping ------------------------------------------------------------------------------------------------------
 
     def _consider_stopping(self, stragglers: Sequence[Straggler]) -> None:
@@ -359,7 +426,7 @@ class StragglerReports(Participant):
         nodes = {each.device_id.node for each in new}
         if not new:
             why = "The run has been stopped for these devices before, and goes on with them."
-        elif 2 * len({each.rank for each in stragglers}) > len(self._device_ids):  # also those that are not new
+        elif self._are_too_many(stragglers):  # also those that are not new
             why = "More than half of the ranks are slow: that is no straggler, and the run is not stopped."
         elif not self.session.selector.uses_global:
             why = "The run is not stopped: without AutoResume it would begin anew."

@@ -350,6 +350,12 @@ def _parser() -> argparse.ArgumentParser:
         help="with --when-lost go-on: wait for replacements rather than train with fewer ranks (default: 1)",
     )
     here.add_argument(
+        "--replace-stragglers",
+        action="store_true",
+        help="with --elastic: replace the process of a rank that StragglerDetection finds slow, once; if the new one "
+        "is as slow, what follows is as without this option",
+    )
+    here.add_argument(
         "--global-batch",
         choices=GLOBAL_BATCHES,
         help="batches of ranks that are absent, here or because the job has become smaller: the others train on them, "
@@ -537,6 +543,8 @@ def _settings(options: argparse.Namespace) -> LaunchSettings:
     goes_on = options.when_lost == "go-on" or (options.when_lost is None and job.when_lost == "go_on")
     if goes_on and not elastic:
         parser.error("--when-lost go-on is an option of --elastic, or of --recipe elastic")
+    if options.replace_stragglers and not elastic:
+        parser.error("--replace-stragglers is an option of --elastic, or of --recipe elastic")
     if elastic and not is_fixed:
         if options.when_lost == "hold":
             parser.error(f"--nnodes {options.nnodes} goes on without lost nodes, and --when-lost hold waits for them")
@@ -576,6 +584,7 @@ def _settings(options: argparse.Namespace) -> LaunchSettings:
         elastic=elastic,
         when_lost="go_on" if goes_on else "hold",
         min_ranks=min_ranks,
+        replaces_stragglers=options.replace_stragglers,
         global_batch=options.global_batch or (job.global_batch if job.global_batch == SHRINK else None),
     )
 
@@ -666,7 +675,7 @@ def _batch_script(options: argparse.Namespace, scheduler: Scheduler) -> tuple[Pa
 
 _ONE_NODE = {
     **{"nnodes": "1", "node_rank": None, "spare": False, "rdzv_endpoint": None, "retries_in_new_job": False},
-    **{"elastic": False, "when_lost": None, "min_ranks": None, "global_batch": None},
+    **{"elastic": False, "when_lost": None, "min_ranks": None, "global_batch": None, "replace_stragglers": False},
 }
 # The batch script or the command holds these.
 _NOT_FORWARDED = ("run_dir", "grace_period", "module", "fresh")

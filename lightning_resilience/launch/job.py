@@ -62,6 +62,7 @@ from lightning_resilience.run.run_directory import (
     LAUNCHED,
     LOCAL_DIR_VARIABLE,
     NOT_SHOWN,
+    REPLACES_STRAGGLERS_VARIABLE,
     RUN_DIR_VARIABLE,
     Outcome,
     RunDirectory,
@@ -108,6 +109,7 @@ class LaunchSettings:
         elastic: Whether a lost rank is replaced while the others keep their processes.
         when_lost: With ``elastic``, whether those wait for a replacement for which no spare is ready.
         min_ranks: With ``go_on``: with how many ranks the run goes on at least; and on MIN nodes of ``nnodes``.
+        replaces_stragglers: With ``elastic``, whether ranks are replaced that are slow.
         global_batch: What becomes of the batches of absent ranks, see :data:`.GLOBAL_BATCHES`; ``None``: as the
             environment says.
     """
@@ -132,6 +134,7 @@ class LaunchSettings:
     elastic: bool = False
     when_lost: Literal["hold", "go_on"] = "hold"
     min_ranks: int = 1
+    replaces_stragglers: bool = False
     global_batch: str | None = None
 
     @property
@@ -800,6 +803,8 @@ class Launch:
             environment[SPARES_VARIABLE] = "auto"
         if self.settings.global_batch is not None:
             environment[GLOBAL_BATCH_VARIABLE] = self.settings.global_batch
+        if self.settings.replaces_stragglers:
+            environment[REPLACES_STRAGGLERS_VARIABLE] = "1"
         if self.settings.local_dir is not None:
             environment[LOCAL_DIR_VARIABLE] = str(self.settings.local_dir)
         return environment

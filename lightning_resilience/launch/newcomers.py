@@ -97,8 +97,8 @@ class Member:
 
 
 def is_replaceable(exit_code: int | None) -> bool:
-    """Whether a rank that ended so was killed; what an exception ends is the user's own."""
-    return exit_code is not None and (exit_code < 0 or exit_code == exit_codes.HUNG)
+    """Whether a rank that ended so was killed, or has made room; what an exception ends is the user's own."""
+    return exit_code is not None and (exit_code < 0 or exit_code in (exit_codes.HUNG, exit_codes.TOO_SLOW))
 
 
 def how_ended(exit_code: int) -> str:

@@ -49,6 +49,7 @@ from lightning_resilience.run.events import (
     Rollback,
     Saved,
     Stragglers,
+    StragglersReplaced,
     StragglerStop,
     TimeSpent,
 )
@@ -617,7 +618,7 @@ def _lives(events: Iterable[Event]) -> list[_Life]:
 
 _DOTS = {
     "fault": ("fault", (Fault, Killed)),
-    "stop": ("stopped", (FitInterrupted, StragglerStop)),
+    "stop": ("stopped", (FitInterrupted, StragglerStop, StragglersReplaced)),
     "rollback": ("rollback", (Rollback, RestoredInPlace)),
     "bad": ("bad step", (BadStep,)),
     "slow": ("stragglers found", (Stragglers,)),

@@ -554,6 +554,14 @@ class StragglerStop(_AtStep, name="straggler_stop"):
     reason: Reason | None
 
 
+class StragglersReplaced(_AtStep, name="stragglers_replaced"):
+    """Slow ranks end, so that they are replaced while the others keep their processes."""
+
+    ranks: Annotated[list[int], "ranks, as they were numbered at first"] | None
+    devices: Annotated[list[str], "the device of each"] | None
+    reason: Reason | None
+
+
 class Unhealthy(Event, name="unhealthy"):
     """A rank's node or device has failed its health check."""
 

@@ -22,6 +22,9 @@ HUNG: int = getattr(signal, "SIGRTMIN", 34) + 10
 """A rank that its watchdog has ended: 44 on Linux. It is the number of the signal by which it is ended, since the C
 function ``_exit`` is the handler, and is called with that number."""
 
+TOO_SLOW = 45
+"""A rank that has ended because it was slower than the others, and is to be replaced."""
+
 INTERRUPTED = 75
 """``EX_TEMPFAIL`` of sysexits.h: stopped, to be resumed by the same command."""
 

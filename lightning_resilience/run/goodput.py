@@ -86,6 +86,7 @@ from lightning_resilience.run.events import (
     RanksReplaced,
     Resumed,
     Stragglers,
+    StragglersReplaced,
     StragglerStop,
     TimeSpent,
     WorkersStart,
@@ -418,7 +419,8 @@ class _Group:
         ranks: Sequence[int | None] = ()
         reason = "the launcher was killed, and its workers with it"
         first = {type(event): event for event in reversed(self.events)}
-        if isinstance(stop := first.get(StragglerStop), StragglerStop):
+        stop: Event | None = first.get(StragglerStop) or first.get(StragglersReplaced)
+        if isinstance(stop, (StragglerStop, StragglersReplaced)):
             cause, ranks = "straggler", stop.ranks or ()
         elif faults:
             culprit = first_cause(faults)
@@ -588,7 +590,7 @@ def _process(event: TimeSpent, index: int, is_kept: bool) -> _Process:
     return _Process(event.node or "", began, since, ended, (event.doing or ())[index], seconds, is_kept)
 
 
-_ENDS = (Fault, Killed, FitInterrupted, StragglerStop, LauncherKilled, JobFailed, LaunchExit)
+_ENDS = (Fault, Killed, FitInterrupted, StragglerStop, StragglersReplaced, LauncherKilled, JobFailed, LaunchExit)
 _OF_GROUP = (WorkersStart, Fresh, Resumed, Stragglers, *_ENDS)
 _NAN = ("TrainingDiverged", "RerunElsewhere")
 _DISK = ("StorageFails",)

@@ -21,12 +21,13 @@ from lightning_resilience.run.events import (
     RanksReplaced,
     Resumed,
     Saved,
+    StragglersReplaced,
     StragglerStop,
     WorkersStart,
 )
 from lightning_resilience.run.failures import Failure, faults_of, first_cause, growths, is_late
 
-_SAY_HOW_FAR = (Fault, FitInterrupted, FitHalted, StragglerStop, Killed)
+_SAY_HOW_FAR = (Fault, FitInterrupted, FitHalted, StragglerStop, StragglersReplaced, Killed)
 _FIT_STATES = (Fresh, Resumed, Finished, Fault, FitInterrupted)
 
 

@@ -67,6 +67,7 @@ WORKER_PID_VARIABLE = "LIGHTNING_RESILIENCE_WORKER_PID"
 search, say) is none of the run's."""
 
 ELASTIC_VARIABLE = "LIGHTNING_RESILIENCE_ELASTIC"
+REPLACES_STRAGGLERS_VARIABLE = "LIGHTNING_RESILIENCE_REPLACE_STRAGGLERS"
 """Environment variable of ranks that ``launch --elastic`` has started, and so replaces one by one."""
 
 JOINS_VARIABLE = "LIGHTNING_RESILIENCE_JOINS"

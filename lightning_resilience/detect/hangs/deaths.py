@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lightning_resilience._processes import is_being_killed
+from lightning_resilience.run import exit_codes
 
 _PF_EXITING = 0x4  # linux/sched.h
 _PIDFD_INFO_EXIT = 0x8  # linux/pidfd.h, since Linux 6.15
@@ -69,6 +70,8 @@ class Death:
         if self.signal is not None:
             memory = self.out_of_memory and self.signal == "SIGKILL"
             return f"was killed by {self.signal}" + (": the kernel was out of memory" if memory else "")
+        if self.exit_code == exit_codes.TOO_SLOW:
+            return "was too slow"
         if self.exit_code is not None:
             return f"ended with exit code {self.exit_code} in the middle of the fit"
         return "died" + (": the kernel was out of memory" if self.out_of_memory else "")

@@ -1,0 +1,83 @@
+"""``launch --elastic --replace-stragglers``: a slow rank makes room for another process, and the others keep theirs."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_resilience.launch.newcomers import how_ended, is_replaceable
+from lightning_resilience.run import exit_codes, ledger
+from lightning_resilience.run.goodput import account
+from lightning_resilience.run.run_directory import RunDirectory
+from tests.test_replacement import launched, replaced
+from tests.test_straggler_detection import found_in
+
+SLOW_S = 0.1
+
+
+def slow(rank: int, **when: Any) -> list[dict[str, Any]]:
+    """What makes a rank slow in every step."""
+    event = {"at": "train", "rank": rank, "do": "sleep", "seconds": SLOW_S, "once": False, **when}
+    return [{**event, "step": step} for step in range(80)]
+
+
+def options(ranks: int, **detection: Any) -> dict[str, Any]:
+    reports = {"report_time_interval": 0.4, "calc_individual_gpu_perf": False, "enable_logging": False}
+    return {
+        "trainer": {"devices": ranks, "max_epochs": 5},
+        "callbacks": ["fault_tolerance", "auto_resume", "local_checkpoint", "straggler_detection"],
+        "straggler_detection": {**reports, **detection},
+        "step_s": 0.02,
+        "keeps_nothing": True,
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.campaign)])
+def test_a_slow_process_is_replaced_by_another_one(tmp_path: Path, rank: int) -> None:
+    """As exactly as one that is killed; ``launched`` compares with the undisturbed run."""
+    more = options(3, stop_if_detected=False)
+    config, output = launched(tmp_path, 3, slow(rank, life=0), "--replace-stragglers", **more)
+    [change] = found_in(config, "stragglers_replaced")
+    assert change["ranks"] == [rank], output
+    assert f"Replacing what is too slow: rank {rank} on " in output
+    assert f"Rank {rank} was too slow: starting a replacement (restart 1)." in output
+    assert replaced(config) == [[rank]]
+    assert [each["step"] for each in found_in(config, "saved") if each["reason"] == "after a loss"] == [change["step"]]
+    assert found_in(config, "straggler_stop") == []
+    [lost] = account(ledger.read_ledger(RunDirectory(config["run_dir"]).ledger)).interruptions
+    assert lost.cause == "straggler"
+    assert re.search(rf"rank {rank} on .* of the other ranks' speed, in compute", lost.reason)
+
+
+@pytest.mark.slow
+def test_a_place_that_is_slow_is_given_up_once(tmp_path: Path) -> None:
+    """The new process is as slow: on one node there is nothing better."""
+    config, output = launched(tmp_path, 2, slow(1), "--replace-stragglers", **options(2))
+    assert len(found_in(config, "stragglers_replaced")) == 1, output
+    assert replaced(config) == [[1]]
+    assert len(found_in(config, "stragglers")) > 2
+    assert output.count("The run is not stopped, and goes on with its stragglers: there is no other node") == 1
+
+
+@pytest.mark.slow
+def test_who_cannot_be_replaced_is_not_ended(tmp_path: Path) -> None:
+    more = {**options(2), "callbacks": ["straggler_detection"]}
+    config, output = launched(tmp_path, 2, slow(1), "--replace-stragglers", "--recipe", "none", **more)
+    assert found_in(config, "stragglers_replaced") == replaced(config) == []
+    assert output.count("No slow rank is replaced: there is neither AutoResume nor LocalCheckpoint") == 1, output
+
+
+@pytest.mark.slow
+def test_nobody_finds_slow_ranks_without_the_callback(tmp_path: Path) -> None:
+    more = {**options(2), "callbacks": ["auto_resume"], "step_s": None}
+    _, output = launched(tmp_path, 2, [], "--replace-stragglers", "--recipe", "none", **more)
+    assert output.count("--replace-stragglers replaces nothing: the Trainer has no StragglerDetection.") == 1, output
+
+
+def test_a_rank_that_makes_room_is_replaced() -> None:
+    assert is_replaceable(exit_codes.TOO_SLOW)
+    assert how_ended(exit_codes.TOO_SLOW) == "was too slow"
