@@ -7,6 +7,7 @@ import importlib
 import socket
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -83,17 +84,20 @@ def connect_when_rank_0_listens() -> None:
     except (ImportError, AttributeError):  # a torch without distributed, or another one than known: as it does it
         return
 
-    def create_when_rank_0_listens(hostname: str, port: int, rank: int, world_size: int, *args: Any, **kw: Any) -> Any:
+    def create_when_rank_0_listens(
+        hostname: str, port: int, rank: int, world_size: int, timeout: timedelta, *args: Any, **kw: Any
+    ) -> Any:
         if rank != 0:
-            _wait_for_listener(hostname, port, world_size)
-        return create(hostname, port, rank, world_size, *args, **kw)
+            within_s = min(_LISTENS_WITHIN_S, timeout.total_seconds())
+            _wait_for_listener(hostname, port, world_size, within_s)
+        return create(hostname, port, rank, world_size, timeout, *args, **kw)
 
     rendezvous._create_c10d_store = create_when_rank_0_listens
 
 
-def _wait_for_listener(host: str, port: int, world_size: int) -> None:
+def _wait_for_listener(host: str, port: int, world_size: int, within_s: float) -> None:
     began = time.monotonic()
-    while (waited_s := time.monotonic() - began) < _LISTENS_WITHIN_S:
+    while (waited_s := time.monotonic() - began) < within_s:
         try:
             socket.create_connection((host, port), timeout=1.0).close()
             return

@@ -34,6 +34,7 @@ from lightning.pytorch.callbacks import EarlyStopping, StochasticWeightAveraging
 from lightning.pytorch.cli import SaveConfigCallback
 from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
 
+from lightning_resilience import _torch
 from lightning_resilience._lightning import lightning_reentry
 from lightning_resilience.agreement_protocol import PeerLost
 from lightning_resilience.detect.hangs import watchdog
@@ -301,12 +302,15 @@ def test_no_rank_waits_for_what_it_was_sending_when_its_group_was_cut() -> None:
     assert list(counts) == [41, 41]
 
 
-def test_a_store_that_is_closed_while_a_rank_connects_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("waits", [False, True], ids=["torch's client", "when it listens"])
+def test_a_store_that_is_closed_while_a_rank_connects_is_left(waits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(group, "_CONNECTS_WITHIN", timedelta(seconds=0.2))
     monkeypatch.setattr("torch.distributed.init_process_group", None)
     rendezvous = importlib.import_module("torch.distributed.rendezvous")
     monkeypatch.setattr(rendezvous, "_create_c10d_store", rendezvous._create_c10d_store)
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    if waits:  # as in the workers of launch
+        _torch.connect_when_rank_0_listens.__wrapped__()
     checks = itertools.count()
     DefaultGroup().install(lambda: next(checks) > 0)  # it is lost when the first attempt has failed
     with socket.socket() as own:
