@@ -378,7 +378,7 @@ class StragglerReports(Participant):
         if not new:
             return False
         why = self.session.replaceability.why_not
-        if self._are_too_many(stragglers):
+        if _are_too_many(stragglers, len(self._device_ids)):
             why = "more than half of the ranks are slow"
         elif all(each.cause == SECTIONS[CALLBACKS] for each in new.values()):
             why = "its callbacks would take as long in another process"
@@ -416,9 +416,6 @@ class StragglerReports(Participant):
             stream.flush()
         os._exit(exit_codes.TOO_SLOW)
 
-    def _are_too_many(self, stragglers: Sequence[Straggler]) -> bool:
-        return 2 * len({each.rank for each in stragglers}) > len(self._device_ids)
-
     # -- stopping ------------------------------------------------------------------------------------------------------
 
     def _consider_stopping(self, stragglers: Sequence[Straggler]) -> None:
@@ -426,7 +423,7 @@ class StragglerReports(Participant):
         nodes = {each.device_id.node for each in new}
         if not new:
             why = "The run has been stopped for these devices before, and goes on with them."
-        elif self._are_too_many(stragglers):  # also those that are not new
+        elif _are_too_many(stragglers, len(self._device_ids)):  # also those that are not new
             why = "More than half of the ranks are slow: that is no straggler, and the run is not stopped."
         elif not self.session.selector.uses_global:
             why = "The run is not stopped: without AutoResume it would begin anew."
@@ -475,6 +472,10 @@ class StragglerReports(Participant):
         nodes = {self._device_ids[rank].node for rank in ranks}
         is_suspect = 2 * len(nodes) <= self._nodes and session.fit.rank in ranks
         raise StragglersFound(f"too slow: {reason}", reason if is_suspect else "")
+
+
+def _are_too_many(stragglers: Sequence[Straggler], world_size: int) -> bool:
+    return 2 * len({each.rank for each in stragglers}) > world_size
 
 
 def _named(stragglers: Sequence[Straggler]) -> str:
