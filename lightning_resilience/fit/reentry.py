@@ -211,8 +211,8 @@ class Replaceability(Participant):
         if self._line is None:
             return
         trainer, is_first = self._fit.trainer, self._line.generation == 0
-        finds_them = bool(lightning_callbacks.callbacks_named(trainer, "StragglerDetection"))
-        if trainer.is_global_zero and is_first and REPLACES_STRAGGLERS_VARIABLE in os.environ and not finds_them:
+        asked = trainer.is_global_zero and is_first and REPLACES_STRAGGLERS_VARIABLE in os.environ
+        if asked and not lightning_callbacks.callbacks_named(trainer, "StragglerDetection"):
             log.warning("--replace-stragglers replaces nothing: the Trainer has no StragglerDetection.")
         self.why_not = why_not(session)
         if self.why_not is None:
