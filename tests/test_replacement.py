@@ -830,6 +830,28 @@ def test_only_a_rank_that_waits_in_torch_has_been_forgotten(
     assert found == [expected]
 
 
+@pytest.fixture
+def crowded() -> Iterator[None]:
+    """All of this process on one core, beside many others that compute."""
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cores)})
+    others = [Popen([sys.executable, "-ISc", "while True: pass"]) for _ in range(9)]
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, cores)
+        for each in others:
+            each.kill()
+            each.wait()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("crowded")
+def test_a_rank_that_computes_and_gets_hardly_any_core_has_not_been_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    does = partial(in_torch, partial(hashlib.pbkdf2_hmac, "sha256", b"", b"", 1_000_000))
+    test_only_a_rank_that_waits_in_torch_has_been_forgotten(does, 1.5, False, monkeypatch)
+
+
 # -- on an accelerator, whose collectives do not tell that a peer is lost ---------------------------------------------
 
 DEVICE: dict[str, Any] = {"as_on_gpu": {}}

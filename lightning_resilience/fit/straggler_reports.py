@@ -142,7 +142,6 @@ class StragglerReports(Participant):
         self._replaced: set[tuple[int, str]] = set()
         self._makes_room_behind = math.inf  # this step: then no rank is in the agreement any more
         self._leaves = False
-        self._room: StragglersReplaced | None = None
         self._logged: set[str] = set()
         self._due = math.inf
         self._is_cold = True
@@ -399,19 +398,22 @@ class StragglerReports(Participant):
         fit, what = self.session.fit, event.payload
         if fit.rank == 0:
             log.warning("Replacing what is too slow: %s.", what["reason"])
+            fit.ledger.record(
+                StragglersReplaced(
+                    fit=fit.index,
+                    step=fit.trainer.global_step,
+                    ranks=what["slots"],
+                    devices=what["devices"],
+                    reason=what["reason"],
+                )
+            )
         if fit.rank in what["ranks"]:
             self._makes_room_behind = fit.trainer.global_step
-            self._room = StragglersReplaced(
-                fit=fit.index, step=None, ranks=what["slots"], devices=what["devices"], reason=what["reason"]
-            )
 
     def _make_room(self) -> NoReturn:
         """Ends this process as if it were killed: that the others know how to mend."""
         with suppress(TimeoutError):
             self.session.saver.wait()  # for its part of a checkpoint
-        assert self._room is not None
-        self._room.step = self.session.fit.trainer.global_step
-        self.session.fit.ledger.record(self._room)
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         os._exit(exit_codes.TOO_SLOW)

@@ -555,7 +555,7 @@ class StragglerStop(_AtStep, name="straggler_stop"):
 
 
 class StragglersReplaced(_AtStep, name="stragglers_replaced"):
-    """Slow ranks end, so that they are replaced while the others keep their processes."""
+    """Slow ranks end behind the next step, so that they are replaced while the others keep their processes."""
 
     ranks: Annotated[list[int], "ranks, as they were numbered at first"] | None
     devices: Annotated[list[str], "the device of each"] | None

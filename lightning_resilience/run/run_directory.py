@@ -67,8 +67,10 @@ WORKER_PID_VARIABLE = "LIGHTNING_RESILIENCE_WORKER_PID"
 search, say) is none of the run's."""
 
 ELASTIC_VARIABLE = "LIGHTNING_RESILIENCE_ELASTIC"
-REPLACES_STRAGGLERS_VARIABLE = "LIGHTNING_RESILIENCE_REPLACE_STRAGGLERS"
 """Environment variable of ranks that ``launch --elastic`` has started, and so replaces one by one."""
+
+REPLACES_STRAGGLERS_VARIABLE = "LIGHTNING_RESILIENCE_REPLACE_STRAGGLERS"
+"""Environment variable of those that it replaces, too, if they are slow."""
 
 JOINS_VARIABLE = "LIGHTNING_RESILIENCE_JOINS"
 """Environment variable of a rank that others may have gone on without: it waits in its first fit to be taken in."""
