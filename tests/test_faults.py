@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from multiprocessing.sharedctypes import RawArray
 from pathlib import Path
 from types import SimpleNamespace
@@ -190,10 +190,10 @@ class Job:
 
     def end(self) -> None:
         for process in self.processes:
-            if process.is_alive():
+            with suppress(psutil.NoSuchProcess):  # it is ending just now
                 for child in psutil.Process(process.pid).children(recursive=True):
                     child.kill()
-                process.kill()
+            process.kill()
             process.join()
 
 

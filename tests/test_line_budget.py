@@ -24,7 +24,7 @@ BUDGET = {
     "detect/numerics": 798,
     "detect/stragglers": 370,
     "elastic": 490,
-    "fit": 6731,
+    "fit": 6733,
     "launch": 8962,
     "launch/schedulers": 508,
     "run": 3137,
