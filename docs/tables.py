@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import lightning_resilience
-from lightning_resilience import faults, recipes
+from lightning_resilience import callbacks, faults, recipes
 from lightning_resilience.launch import cli, json_output, metrics, notices
 from lightning_resilience.recipes import RECIPES
 from lightning_resilience.run import events, exit_codes, goodput, what_if
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted((ROOT / "docs").glob("*.md"))
-CALLBACKS = [name for name in recipes._PARTS.values() if name != "Job"]
+CALLBACKS = callbacks.__all__
 _MARKED = re.compile(r"(<!-- begin: (.+?), by docs/tables\.py -->\n)(.*?)(?=<!-- end -->)", re.DOTALL)
 
 

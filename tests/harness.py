@@ -188,7 +188,7 @@ _NO_PART_IN_THE_TRAINING = {
         "weighs",
     ),
 }
-_CHANGES_THE_TRAINING = {"events", "spoils", "flips", "drifts", "fails", "ckpt_path"}
+_CHANGES_THE_TRAINING = {"events", "spoils", "flips", "drifts", "fails", "ckpt_path", "local_sgd"}
 _references: dict[str, tuple[Any, Any]] = {}
 
 

@@ -138,6 +138,7 @@ DEFAULTS: dict[str, Any] = {
     "replica_check": {},  # arguments of the callback "replica_check"
     "nan_guard": {},  # arguments of the callback "nan_guard"
     "straggler_detection": {},  # arguments of the callback "straggler_detection"
+    "local_sgd": {},  # arguments of the callback "local_sgd"; "outer": True for that of DiLoCo
     "own_nodes": False,  # every node has a name of its own
     "as_on_gpu": None,  # on the simulated accelerator: {"lag": how many operators behind the host it is}
     "device": None,  # what this process trains on, as it says
@@ -964,6 +965,13 @@ def sabotage(config: dict[str, Any]) -> None:
         progress.Progress.enter = traced
 
 
+def local_sgd(exchange_every: int, outer: bool = False) -> L.Callback:
+    from lightning_resilience import LocalSGD
+
+    diloco = functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
+    return LocalSGD(exchange_every, diloco if outer else None)
+
+
 def make_trainer(config: dict[str, Any], world_size: int) -> L.Trainer:
     import lightning_resilience
     from lightning_resilience import AutoResume, Preemption
@@ -990,6 +998,7 @@ def make_trainer(config: dict[str, Any], world_size: int) -> L.Trainer:
         "straggler_detection": lambda: lightning_resilience.StragglerDetection(
             run_dir=config["run_dir"], **config["straggler_detection"]
         ),
+        "local_sgd": lambda: local_sgd(**config["local_sgd"]),
         "user": lambda: User(config),
     }
     names = [name for name in config["callbacks"] if name != "nemo"]

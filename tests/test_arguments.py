@@ -17,7 +17,14 @@ from torch.utils.data import DataLoader
 
 import lightning_resilience
 from lightning_resilience import FaultTolerance, Preemption, callbacks, recipes
-from lightning_resilience.callbacks import AutoResume, LocalCheckpoint, NaNGuard, ReplicaCheck, StragglerDetection
+from lightning_resilience.callbacks import (
+    AutoResume,
+    LocalCheckpoint,
+    LocalSGD,
+    NaNGuard,
+    ReplicaCheck,
+    StragglerDetection,
+)
 
 CALLBACKS: list[type[Any]] = [getattr(callbacks, name) for name in callbacks.__all__]
 each = pytest.mark.parametrize("cls", CALLBACKS, ids=lambda cls: cls.__name__)
@@ -62,6 +69,7 @@ WRONG: dict[type[Any], dict[str, list[Any]]] = {
         "async_save": ["yes", 1, 0, None],
         "run_dir": NOT_A_PATH,
     },
+    LocalSGD: {"exchange_every": [*NOT_WHOLE, None, 0, -1], "outer_optimizer": ["SGD", 0.7], "run_dir": NOT_A_PATH},
     NaNGuard: {
         "action": NOT_A_CHOICE,
         "max_consecutive": NOT_A_COUNT,

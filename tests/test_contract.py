@@ -497,10 +497,18 @@ def test_with_pytorch_lightning(cls: type[Any], place: Path) -> None:
     assert weights[0] == weights[1]
 
 
+EXCHANGES = "LocalSGD"
+"""The one callback whose purpose is to train in another way."""
+NAMES = [cls.__name__ for cls in CALLBACKS]
+
+
 @pytest.mark.parametrize(
     "names",
-    [[cls.__name__ for cls in CALLBACKS], *(pytest.param([cls.__name__], marks=SLOW) for cls in CALLBACKS)],
-    ids=lambda names: "all" if len(names) > 1 else names[0],
+    [
+        pytest.param(NAMES, id="all"),
+        pytest.param([name for name in NAMES if name != EXCHANGES], id="all that leave the training as it is"),
+        *(pytest.param([name], marks=SLOW, id=name) for name in NAMES),
+    ],
 )
 def test_two_ranks(names: list[str], place: Path) -> None:
     options: dict[str, Any] = {"validation": True, "trainer": {"devices": 2, "max_epochs": 2}}
@@ -510,7 +518,8 @@ def test_two_ranks(names: list[str], place: Path) -> None:
     codes, text = run({**files, **options, "callbacks": names}, folder)
     assert codes == [0, 0], text
     assert "Traceback" not in text
-    assert (result(files), samples({**files, **options})) == undisturbed_run(place, **options)
+    as_asked = {"callbacks": [EXCHANGES], "local_sgd": {}} if EXCHANGES in names else {}
+    assert (result(files), samples({**files, **options})) == undisturbed_run(place, **options, **as_asked)
     left = {"run", "resilience", "out", "log.0", "out.0", "out.1", "log.1", "output", "log.started.0", "log.started.1"}
     assert {path.name for path in folder.iterdir()} <= left
 

@@ -186,7 +186,7 @@ NAMES: dict[str, tuple[Callable[[Any], Any], set[str]]] = {
     ),
     "DDPStrategy": (
         lambda t: importlib.import_module(f"{package_of(t)}.strategies").DDPStrategy(),
-        {"_ddp_kwargs", "_model_averager", "_timeout"},
+        {"_ddp_comm_hook", "_ddp_kwargs", "_forward_redirection", "_model_averager", "_timeout"},
     ),
     "AsyncCheckpointIO": (
         lambda t: async_checkpoint_io(package_of(t)),

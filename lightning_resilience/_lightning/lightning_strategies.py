@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from lightning_resilience._lightning.lightning_callbacks import callbacks_named
+from lightning_resilience._lightning.lightning_patches import Patches
 from lightning_resilience.checkpoint.safe_serialization import map_nested
 from lightning_resilience.checkpoint.snapshot import optimizer_tensors
 
@@ -107,6 +108,34 @@ def replicates_state(trainer: Trainer) -> bool:
 def has_static_graph(trainer: Trainer) -> bool:
     """Whether DDP is told that all steps are alike; known before it is set up."""
     return bool(getattr(trainer.strategy, "_ddp_kwargs", {}).get("static_graph"))
+
+
+def why_not_apart(trainer: Trainer) -> str | None:
+    """Why the ranks of a fit cannot train apart and exchange now and then; ``None`` if they can."""
+    strategy: Any = trainer.strategy
+    if name_of(strategy) not in ("DDPStrategy", "SingleDeviceStrategy"):
+        return f"{type(strategy).__name__} is not plain DDP. Use strategy='ddp'."
+    if trainer.precision == "16-mixed":
+        return "in precision 16-mixed each rank would scale its losses in its own way. Use bf16-mixed."
+    if has_static_graph(trainer):
+        return "DDPStrategy(static_graph=True) reduces gradients in its first step. Leave it out."
+    if getattr(strategy, "_ddp_comm_hook", None) is not None:
+        return "a communication hook of DDP would never be called. Leave out ddp_comm_hook."
+    return None
+
+
+def reduce_no_gradients(trainer: Trainer, patches: Patches) -> None:
+    """Has DDP leave gradients, and buffers, as each rank has them."""
+    if (ddp := ddp_wrapper(trainer)) is not None:
+        ddp.require_backward_grad_sync = ddp.require_forward_param_sync = False
+        redirection = trainer.strategy._forward_redirection  # which turns it on in manual optimization, in each step
+        patches.set(redirection, "on_after_outer_forward", lambda *modules: None)
+
+
+def broadcast_buffers(trainer: Trainer) -> list[torch.Tensor]:
+    """The buffers that DDP takes from rank 0 in every step."""
+    ddp = ddp_wrapper(trainer)
+    return list(ddp.modules_buffers) if ddp is not None and ddp.broadcast_buffers else []
 
 
 def is_zero(optimizer: Any) -> bool:

@@ -9,7 +9,12 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from lightning_resilience._arguments import checked
-from lightning_resilience._lightning import lightning_progress, lightning_steps, lightning_strategies
+from lightning_resilience._lightning import (
+    lightning_callbacks,
+    lightning_progress,
+    lightning_steps,
+    lightning_strategies,
+)
 from lightning_resilience.detect.numerics.numerics import SpikeReference
 from lightning_resilience.fit.joining import SessionCallback, session_of
 from lightning_resilience.fit.numerics_policy import Action, NumericsOptions, NumericsPolicy, Rerun, StepCounts
@@ -169,6 +174,8 @@ def _why_not(settings: NaNGuard, trainer: Trainer) -> str | None:
     if lightning_steps.has_grad_scaler(trainer) and settings.spiky_loss_factor is not None:
         return "in precision 16-mixed losses are scaled, and spikes cannot be seen; use bf16-mixed."
     if settings.rerun != "disabled":
+        if lightning_callbacks.callbacks_named(trainer, "LocalSGD"):
+            return "rerun needs ranks that make their steps together, not LocalSGD; use rerun='disabled'."
         if lightning_progress.accumulates(trainer) or not trainer.lightning_module.automatic_optimization:
             return "rerun needs automatic optimization without accumulation; use rerun='disabled'."
         if lightning_steps.has_grad_scaler(trainer):

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lightning_resilience._lightning import (
+    lightning_callbacks,
     lightning_data,
     lightning_metrics,
     lightning_micro_batches,
@@ -51,6 +52,8 @@ def why_not(trainer: Trainer, before: int) -> str | None:
     module = trainer.lightning_module
     if lightning_strategies.name_of(trainer.strategy) not in ("DDPStrategy", "SingleDeviceStrategy"):
         return f"{type(trainer.strategy).__name__} is not plain DDP"
+    if lightning_callbacks.callbacks_named(trainer, "LocalSGD"):
+        return "ranks train apart (LocalSGD)"
     if lightning_data.fetches_itself(module):
         return "training_step fetches its batches itself"
     if before <= trainer.world_size:

@@ -195,6 +195,7 @@ class NumericsPolicy(Participant):
             return
         several = trainer.world_size > 1
         sharded = several and lightning_strategies.traits_of(trainer.strategy).all_ranks_write
+        alone = bool(session.fit.participants.implement(Participant.ranks_agree))  # each makes its own steps
         exact, patches = session.exact, session.fit.patches
         reruns = Reruns(exact.get_random_state, exact.set_random_state, options.rerun == "report_determinism_stats")
         self._guard = StepGuard(
@@ -204,8 +205,9 @@ class NumericsPolicy(Participant):
             trainer.strategy.root_device,
             skips=self._skips,
             late=self._late,
-            replicated=several and not sharded,
+            replicated=several and not sharded and not alone,
             sharded=sharded,
+            alone=alone,
             check_grads=options.check_grads,
             spikes=self._spikes,
             has_scaler=lightning_steps.has_grad_scaler(trainer),

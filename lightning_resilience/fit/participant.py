@@ -10,8 +10,8 @@ Training boundary
 Training batch
     ``batch_ready``, ``on_train_batch_start`` of all callbacks, ``batch_begins``, the optimizer step, ``batch_done``,
     ``on_train_batch_end``.
-Evaluation batch
-    ``on_event``.
+Evaluation
+    ``before_evaluation``; with each batch ``on_event``.
 End of an epoch
     ``at_end_of_epoch``.
 Save
@@ -26,7 +26,8 @@ End
     ``before_end``, the final save, ``after_final_save``, ``on_train_end`` of all callbacks, ``on_event_at_end``,
     ``after_save``, ``leave``, ``left``.
 
-At any time ``on_event_known``, ``on_record``. ``tests/test_order.py`` holds that order.
+At any time ``on_event_known``, ``hurry``, ``on_record``; at each boundary ``ranks_agree``. ``tests/test_order.py``
+holds that order.
 """
 
 from __future__ import annotations
@@ -88,6 +89,9 @@ class Participant:
     def on_event_known(self, event: Event) -> None:
         """An event is known, its boundary is still to come; in the agreement's thread."""
 
+    def hurry(self, within_s: float) -> None:
+        """The process ends so soon, and a boundary is needed where ranks agree; in the agreement's thread."""
+
     def on_record(self, event: events.Event) -> None:
         """This rank has recorded an event in the ledger; in any thread. Must not raise."""
 
@@ -118,8 +122,15 @@ class Participant:
     def batch_done(self) -> None:
         """They have been made; before any hook of the batch's end."""
 
+    def ranks_agree(self) -> bool:
+        """Whether all ranks hold the same at this boundary, as they do where gradients are reduced in every step."""
+        return True
+
+    def before_evaluation(self) -> None:
+        """A validation within the fit begins. Collectives are allowed."""
+
     def at_end_of_epoch(self) -> None:
-        """After the last batch of an epoch, before any hook of its end."""
+        """After the last batch of an epoch, before any hook of its end. Collectives are allowed."""
 
     def check_state(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Raises ``ValueError`` if a state of these tensors must not be saved."""

@@ -113,6 +113,7 @@ class FitSession:
         self._warm = False
         self._clean = False
         self._in_batch = False
+        self._ranks_agree: tuple[Callable[[], bool], ...] = ()
         self._unwatched: rank_probe.RankProbe | None = None
         """The launcher's probe of this rank, where no participant has one."""
         self._own_account = OwnAccount(fit)
@@ -222,6 +223,7 @@ class FitSession:
         begins = self._batch_begins if calls.batch_begins else None
         if ready or begins or calls.batch_done:
             lightning_steps.on_batch(trainer, patches, ready, begins, self._batch_done)
+        self._ranks_agree = self.fit.participants.implement(Participant.ranks_agree)
         if self._splits_steps:
             lightning_steps.on_batch_work(trainer, patches, self.fit.time.batch_ready, self.fit.time.batch_done)
 
@@ -273,16 +275,19 @@ class FitSession:
         if is_first:
             park.begun()
         self.exact.at_boundary()
-        self._clean = clean = lightning_progress.accumulation_window_complete(fit.trainer) and (
+        is_whole = clean = lightning_progress.accumulation_window_complete(fit.trainer) and (
             fit.module.automatic_optimization or self._is_behind_a_step(step)
         )
+        for ranks_agree in self._ranks_agree:
+            clean = clean and ranks_agree()
+        self._clean = clean
         for event in fit.agreement.boundary(position, _CLEAN_TRAINING if clean else Needs.TRAINING):
             self._act(event)
         if self._rollback_request is not None:
             self._roll_back()
         calls = fit.participants.in_step()
         for after_batch in calls.after_batch:
-            after_batch(clean)
+            after_batch(is_whole)
         for at_boundary in calls.at_boundary:
             at_boundary(step, self._may_save)
         self.saver.at_boundary()
@@ -347,6 +352,8 @@ class FitSession:
             self.fit.enter("setup" if trainer.sanity_checking else "out_of_section")
             if not trainer.sanity_checking:
                 self.fit.time.enter(time_account.VALIDATION)
+                for before_evaluation in self.fit.participants.implement(Participant.before_evaluation):
+                    before_evaluation()
             self.exact.evaluation_starts()
             if not trainer.sanity_checking and lightning_limits.is_cut_short(trainer):
                 self._ending.keep_before_the_end()

@@ -73,6 +73,8 @@ class StopOnSignal(Participant):
         """Starts the grace period of this rank."""
         if event.kind == _PREEMPT:
             self._listener.start_grace_period()
+            for hurry in self.session.fit.participants.implement(Participant.hurry):
+                hurry(self._listener.seconds_left)
 
     def on_event(self, event: Event) -> None:
         """Saves, and ends the fit as interrupted."""

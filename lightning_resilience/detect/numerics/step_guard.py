@@ -106,6 +106,7 @@ class StepGuard:
         replicated: Whether all ranks have the same gradients, by which they learn that the loss of one was bad.
         sharded: Whether ranks have different parts of the gradients. Then a step is skipped if their norm is known (see
             :meth:`take_norm`), and happens if it is not.
+        alone: Whether this rank's steps are its own, and it may skip one that others make.
         check_grads: Whether gradients are checked, or only losses.
         spikes: What a loss must stay below, if anything.
         has_scaler: Whether a gradient scaler checks the gradients and skips steps in its normal work. One in the user's
@@ -122,6 +123,7 @@ class StepGuard:
     late: bool
     replicated: bool = False
     sharded: bool = False
+    alone: bool = False
     check_grads: bool = True
     spikes: SpikeReference | None = None
     has_scaler: bool = False
@@ -209,7 +211,8 @@ class StepGuard:
                 here = all_of(self._fine_here) if self._fine_here else torch.ones_like(self._settled)
                 self._reads.put(result, torch.add(self._settled.view(torch.uint8), here.view(torch.uint8), alpha=2))
             return False
-        result.is_common = not self._scaled and (result.problem is None or result.is_common)
+        result.is_here |= self.alone and result.problem is not None
+        result.is_common = not (self._scaled or self.alone) and (result.problem is None or result.is_common)
         result.loss = self._losses[-1] if self._losses else None
         self._results.append(result)
         if self.spikes is not None and result.problem is None:
@@ -236,7 +239,7 @@ class StepGuard:
         arrived = self._reads.drain() if wait else self._reads.ready()
         for result, number in arrived:
             if not int(number) & 1:
-                result.problem, result.is_here = _LATE, not int(number) & 2
+                result.problem, result.is_here = _LATE, self.alone or not int(number) & 2
         return [result for result, _ in arrived]
 
     # -- losses --------------------------------------------------------------------------------------------------------

@@ -1,0 +1,399 @@
+"""Ranks that train apart and exchange now and then: what they come to, and that it survives what kills runs."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any, cast
+
+import lightning.pytorch as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_resilience import LocalSGD, NaNGuard
+from lightning_resilience._lightning import lightning_strategies
+from lightning_resilience.averaging import RanksDiffer, average
+from lightning_resilience.run.run_directory import RunDirectory
+from tests.harness import free_port, reference, result, run, run_ranks, undisturbed
+from tests.ledgers import read_ledger
+from tests.test_exact_resume import killed_and_resumed, make
+from tests.test_replacement import launched, replaced
+
+BATCHES, EPOCHS = 7, 2
+DILOCO = functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
+
+
+# -- what they come to -------------------------------------------------------------------------------------------------
+
+
+class Apart(L.LightningModule):
+    """Whose ranks have data of their own. It notes all that it holds, at the end of each batch."""
+
+    def __init__(self, manual: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.net = torch.nn.Sequential(
+            torch.nn.Linear(4, 6, bias=False), torch.nn.BatchNorm1d(6), torch.nn.Linear(6, 1)
+        )
+        self.frozen = torch.nn.Parameter(torch.rand(5), requires_grad=False)
+        self.automatic_optimization = not manual
+        self.seen: list[list[torch.Tensor]] = []
+        self.validated: list[list[torch.Tensor]] = []
+
+    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
+        loss = self.net(batch[0]).pow(2).mean()
+        if not self.automatic_optimization:
+            optimizer: Any = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+        return cast(torch.Tensor, loss)
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.seen.append(held(self, self.trainer.optimizers[0]))
+
+    def validation_step(self, batch: list[torch.Tensor], batch_idx: int) -> None:
+        if not self.trainer.sanity_checking:
+            self.validated.append(held(self, self.trainer.optimizers[0]))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.net.parameters(), 0.05)
+
+
+def held(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    moments = [each for state in optimizer.state.values() for _, each in sorted(state.items())]
+    return [each.detach().clone() for each in (*module.parameters(), *module.buffers(), *moments)]
+
+
+def batches(rank: int, epoch: int = 0) -> list[torch.Tensor]:
+    return list(torch.randn(BATCHES, 3, 4, generator=torch.Generator().manual_seed(rank)))
+
+
+def train(rank: int, folder: Path, port: int, ranks: int, every: int, options: dict[str, Any]) -> None:
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_PORT": port}
+    os.environ.update({name: str(number) for name, number in place.items()})
+    os.environ.update(MASTER_ADDR="127.0.0.1", TORCHELASTIC_RUN_ID="test")
+    torch.set_num_threads(1)
+    module = Apart(options.get("manual", False))
+    trainer = L.Trainer(
+        max_epochs=EPOCHS, accelerator="cpu", devices=ranks, strategy="ddp", logger=False, enable_progress_bar=False,
+        enable_model_summary=False, default_root_dir=folder, use_distributed_sampler=False,
+        callbacks=[
+            LocalSGD(every, DILOCO if options.get("outer") else None, run_dir=folder / "run"),
+            ModelCheckpoint(folder / "saved", "{step}", save_top_k=-1, every_n_train_steps=options.get("save", 1000)),
+        ],
+        accumulate_grad_batches=options.get("accumulate", 1), val_check_interval=options.get("validate"),
+        num_sanity_val_steps=1,
+    )  # fmt: skip
+    data = DataLoader(TensorDataset(torch.cat(batches(rank))), 3)
+    held_out = DataLoader(TensorDataset(torch.ones(3, 4)), 3) if "validate" in options else None
+    trainer.fit(module, data, held_out)
+    end = held(module, trainer.optimizers[0])
+    torch.save({"seen": module.seen, "validated": module.validated, "end": end}, folder / f"rank-{rank}")
+
+
+def trained(tmp_path: Path, ranks: int, every: int, **options: Any) -> list[dict[str, list[Any]]]:
+    run_ranks(train, tmp_path, free_port(), ranks, every, options, count=ranks)
+    return [torch.load(tmp_path / f"rank-{rank}") for rank in range(ranks)]
+
+
+def by_hand(ranks: int, every: int, **options: Any) -> list[dict[str, list[Any]]]:
+    """The same as it is written in the papers, in one process."""
+    modules = [Apart() for _ in range(ranks)]
+    optimizers: list[Any] = [module.configure_optimizers() for module in modules]
+    anchors = [each.detach().clone() for each in modules[0].net.parameters()]
+    momenta = [torch.zeros_like(each) for each in anchors]
+    found: list[dict[str, list[Any]]] = [{"seen": [], "validated": []} for _ in modules]
+    since, steps, size = 0, 0, options.get("accumulate", 1)
+
+    @torch.no_grad()
+    def exchange() -> None:
+        nonlocal since
+        if since == 0:
+            return
+        since = 0
+        trained = [[*module.net.parameters(), *moments(each)] for module, each in zip(modules, optimizers, strict=True)]
+        for copies in zip(*trained, strict=True):
+            mean = sum(copies[1:], copies[0]) / ranks
+            for each in copies:
+                each.copy_(mean)
+        for module in modules[1:]:
+            for mine, of_rank_0 in zip(module.buffers(), modules[0].buffers(), strict=True):
+                mine.copy_(of_rank_0)
+        if options.get("outer"):
+            for place, (anchor, momentum) in enumerate(zip(anchors, momenta, strict=True)):
+                gradient = anchor - list(modules[0].net.parameters())[place]
+                momentum.mul_(0.9).add_(gradient)
+                anchor -= 0.7 * (gradient + 0.9 * momentum)
+                for module in modules:
+                    list(module.net.parameters())[place].copy_(anchor)
+
+    def moments(optimizer: Any) -> list[torch.Tensor]:
+        return [each for state in optimizer.state.values() for _, each in sorted(state.items())]
+
+    for _ in range(EPOCHS):
+        for batch in range(BATCHES):
+            is_whole = (batch + 1) % size == 0 or batch + 1 == BATCHES
+            for rank, (module, optimizer) in enumerate(zip(modules, optimizers, strict=True)):
+                (module.net(batches(rank)[batch]).pow(2).mean() / size).backward()
+                if is_whole:
+                    optimizer.step()
+                    optimizer.zero_grad()
+            since, steps = since + is_whole, steps + is_whole
+            if since == every or (is_whole and steps % options.get("save", 1000) == 0):
+                exchange()
+            for one, module, optimizer in zip(found, modules, optimizers, strict=True):
+                one["seen"].append(held(module, optimizer))
+            if (batch + 1) % options.get("validate", 1000) == 0:
+                exchange()
+                for one, module, optimizer in zip(found, modules, optimizers, strict=True):
+                    one["validated"].append(held(module, optimizer))
+        exchange()
+    for one, module, optimizer in zip(found, modules, optimizers, strict=True):
+        one["end"] = held(module, optimizer)
+    return found
+
+
+def alike(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    return all(map(torch.equal, one, other))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "every", "options", "meet_at"),
+    [
+        pytest.param(2, 3, {}, [3, 6, 10, 13], id="local SGD"),
+        pytest.param(2, 3, {"outer": True}, [3, 6, 10, 13], id="DiLoCo"),
+        pytest.param(3, 2, {"manual": True}, [2, 4, 6, 9, 11, 13], id="manual optimization"),
+        pytest.param(2, 2, {"accumulate": 2}, [4, 7, 11, 14], id="accumulated"),
+        pytest.param(2, 5, {"save": 4}, [4, 8, 12], id="another callback saves"),
+        pytest.param(2, 6, {"validate": 4, "outer": True}, [], id="validation in between"),
+    ],
+)
+def test_ranks_train_apart_and_meet(
+    tmp_path: Path, ranks: int, every: int, options: dict[str, Any], meet_at: list[int]
+) -> None:
+    found, expected = trained(tmp_path, ranks, every, **options), by_hand(ranks, every, **options)
+    first = found[0]
+    assert [n for n in range(1, 15) if all(alike(first["seen"][n - 1], each["seen"][n - 1]) for each in found)] == [
+        n for n in range(1, 15) if n in meet_at
+    ]
+    for ours, theirs in zip(found, expected, strict=True):
+        for part in ("seen", "validated"):
+            assert len(ours[part]) == len(theirs[part])
+            for step, (one, other) in enumerate(zip(ours[part], theirs[part], strict=True)):
+                torch.testing.assert_close((step, one), (step, other), rtol=1e-4, atol=3e-5)
+        torch.testing.assert_close(ours["end"], theirs["end"], rtol=1e-4, atol=3e-5)
+    assert all(alike(first["end"], each["end"]) for each in found), "they end alike"
+    assert all(alike(*pair) for each in found for pair in zip(first["validated"], each["validated"], strict=True))
+    for path in (tmp_path / "saved").glob("*.ckpt"):
+        state = torch.load(path, weights_only=False)
+        if (step := state["global_step"]) < 14:
+            assert alike(list(state["state_dict"].values()), in_state_dict(first["seen"][step - 1]))
+
+
+def in_state_dict(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Of what a module has noted, in the order of its state."""
+    module = Apart()
+    with torch.no_grad():
+        for mine, its in zip((*module.parameters(), *module.buffers()), tensors, strict=False):
+            mine.copy_(its)
+    return list(module.state_dict().values())
+
+
+def differ(rank: int, folder: Path, port: int) -> None:
+    torch.distributed.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    host = torch.device("cpu")
+    mixed: list[torch.Tensor] = [
+        torch.full((3,), 1.0 + rank),
+        torch.tensor(2.0 + rank, dtype=torch.bfloat16),
+        torch.full((2, 2), 1 + rank * 1j),
+        torch.tensor([rank == 0, True]),
+        torch.tensor([7 + rank]),
+        torch.zeros(0),
+        torch.full((4,), rank * 2.0).double()[::2],
+    ]
+    average(mixed, host)
+    torch.save(mixed, folder / f"mixed-{rank}")
+    before = torch.full((2 + rank,), float(rank))
+    with pytest.raises(RanksDiffer, match="Have every rank use all parameters before the first exchange"):
+        average([before], host)
+    torch.save(before, folder / f"before-{rank}")
+    torch.distributed.destroy_process_group()
+
+
+def test_tensors_of_every_kind(tmp_path: Path) -> None:
+    run_ranks(differ, tmp_path, free_port())
+    found = [torch.load(tmp_path / f"mixed-{rank}") for rank in range(2)]
+    for mixed in found:
+        assert mixed[0].tolist() == [1.5] * 3
+        assert (mixed[1].item(), mixed[1].dtype) == (2.5, torch.bfloat16)
+        assert mixed[2].flatten().tolist() == [1 + 0.5j] * 4
+        assert mixed[3].tolist() == [True, True]
+        assert mixed[4].tolist() == [7]
+        assert mixed[6].tolist() == [1.0, 1.0]
+    assert [torch.load(tmp_path / f"before-{rank}").tolist() for rank in range(2)] == [[0.0] * 2, [1.0] * 3]
+
+
+# -- what kills runs ---------------------------------------------------------------------------------------------------
+
+OPTIONS: dict[str, Any] = {
+    "trainer": {"devices": 2},
+    "callbacks": ["preemption", "auto_resume", "local_sgd"],
+    "local_sgd": {"exchange_every": 5, "outer": True},
+    "save_every": 1,
+}
+
+
+@pytest.mark.parametrize(
+    ("events", "options", "exchanges"),
+    [
+        pytest.param([{"at": "train", "step": 24, "rank": 1}], {}, {21}, id="rank 1 is killed"),
+        pytest.param(
+            [{"at": "train", "step": 13, "rank": 0, "do": "SIGTERM"}], {}, {15, 16, 21, 26}, id="told to stop"
+        ),
+        pytest.param(
+            [{"at": "validation", "step": 16, "rank": 0, "do": "SIGTERM"}], {"validation": True}, {16}, id="validating"
+        ),
+        pytest.param(
+            [{"at": "train", "step": 24}],
+            {"local_sgd": {"exchange_every": 3}, "batch_norm": True, "trainer": {"devices": 3}},
+            {22},
+            id="3 ranks, no outer optimizer",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_a_disturbed_run_ends_as_the_undisturbed_one(
+    tmp_path: Path, events: list[dict[str, Any]], options: dict[str, Any], exchanges: set[int]
+) -> None:
+    options = {**OPTIONS, **options}
+    ended, trained_on, output = killed_and_resumed(tmp_path, events, **options)
+    assert (ended, trained_on) == undisturbed(tmp_path, **options)
+    (resumed,) = re.findall(r"Resuming from step (\d+)", output)
+    assert int(resumed) in exchanges, output
+
+
+def test_local_checkpoints_and_comparisons_are_behind_exchanges(tmp_path: Path) -> None:
+    """Ranks that train apart are no divergence, and what each one keeps belongs together."""
+    options: dict[str, Any] = {
+        **OPTIONS,
+        "callbacks": ["auto_resume", "local_checkpoint", "replica_check", "local_sgd"],
+        "save_every": 1000,
+        "step_s": 0.02,
+    }
+    local = {"every_n_train_steps": 2, "dir": str(tmp_path / "local")}
+    events = [{"at": "train", "step": 24, "rank": 1}]
+    ended, trained_on, output = killed_and_resumed(tmp_path, events, local=local, **options)
+    assert (ended, trained_on) == undisturbed(tmp_path, **options)
+    assert "Resuming from step 21 (local checkpoint" in output
+    assert "hold" not in output
+
+
+def test_a_stop_that_cannot_wait_exchanges_ahead_of_time(tmp_path: Path) -> None:
+    options = {**OPTIONS, "local_sgd": {"exchange_every": 1000}, "step_s": 0.3, "grace_period_s": 10.0}
+    options["trainer"] = {"devices": 2, "max_epochs": 1, "limit_train_batches": 16}
+    events = [{"at": "train", "step": 5, "rank": 1, "do": "SIGTERM", "once": True}]
+    config = make(tmp_path, "run", events=events, batches=60, **{**options, "save_every": 1000})
+    config["trainer"]["limit_train_batches"] = 60
+    codes, output = run(config, tmp_path / "run")
+    assert set(codes) == {0}, output
+    assert "The ranks exchange ahead of time" in output
+    config["trainer"]["limit_train_batches"] = 10
+    codes, output = run(config, tmp_path / "run")
+    assert set(codes) == {0}, output
+    (resumed,) = [each for each in read_ledger(RunDirectory(config["run_dir"]).ledger) if each["event"] == "resumed"]
+    assert 6 <= resumed["step"] <= 9
+
+
+@pytest.mark.slow
+def test_a_lost_rank_is_replaced(tmp_path: Path) -> None:
+    """From the last exchange on, which all have in local checkpoints."""
+    events = [{"at": "train", "step": 24, "rank": 1}]
+    local = {"every_n_train_steps": 1, "dir": str(tmp_path / "local")}
+    options = {**OPTIONS, "callbacks": ["auto_resume", "local_checkpoint", "local_sgd"], "local": local}
+    config, output = launched(tmp_path, 2, events, **{**options, "step_s": 0.02})
+    assert replaced(config) == [[1]], output
+
+
+def test_a_bad_step_is_skipped_by_its_rank_alone(tmp_path: Path) -> None:
+    options = {**OPTIONS, "callbacks": ["auto_resume", "nan_guard", "local_sgd"]}
+    config = make(tmp_path, "run", spoils=[{"step": 7, "rank": 1, "what": "loss"}], **options)
+    codes, output = run(config, tmp_path / "run")
+    assert set(codes) == {0}, output
+    bad = [each for each in read_ledger(RunDirectory(config["run_dir"]).ledger) if each["event"] == "bad_step"]
+    assert [(each["rank"], each["step"], each["skipped"]) for each in bad] == [(1, 7, True)]
+    assert result(config) != result(reference(**OPTIONS))
+    assert len({Path(f"{config['out']}.{rank}").read_text() for rank in range(2)}) == 1
+
+
+def test_bad_steps_of_one_rank_roll_all_back(tmp_path: Path) -> None:
+    options = {**OPTIONS, "callbacks": ["auto_resume", "nan_guard", "local_sgd"], "nan_guard": {"max_consecutive": 2}}
+    spoils = [{"step": 22, "until": 25, "rank": 1, "what": "loss", "times": 3}]
+    config = make(tmp_path, "run", spoils=spoils, **options)
+    codes, output = run(config, tmp_path / "run")
+    assert set(codes) == {0}, output
+    assert "Rolled back to the last good checkpoint" in output
+    ledger = list(read_ledger(RunDirectory(config["run_dir"]).ledger))
+    assert [each["step"] for each in ledger if each["event"] == "went_back"] == [21], output
+    for rank in range(2):
+        batches = [step for _, step, _ in map(json.loads, Path(f"{config['log']}.{rank}").read_text().splitlines())]
+        assert batches.count(21) > 1 == batches.count(22) == batches.count(23), "the bad batches are left out"
+    assert len({Path(f"{config['out']}.{rank}").read_text() for rank in range(2)}) == 1
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"strategy": L.strategies.DDPStrategy(static_graph=True)}, "static_graph"),
+        ({"strategy": L.strategies.DDPStrategy(ddp_comm_hook=lambda *_: None)}, "ddp_comm_hook"),
+        ({"strategy": L.strategies.ModelParallelStrategy()}, "ModelParallelStrategy is not plain DDP"),
+        ({"strategy": "ddp"}, None),
+        ({}, None),
+    ],
+)
+def test_strategies_that_need_all_gradients(options: dict[str, Any], says: str | None) -> None:
+    trainer = L.Trainer(accelerator="cpu", devices=1, logger=False, **options)
+    problem = lightning_strategies.why_not_apart(trainer)
+    assert says in (problem or "") if says is not None else problem is None
+
+
+def fit(tmp_path: Path, module: Apart, *callbacks: L.Callback, **options: Any) -> None:
+    trainer = L.Trainer(
+        accelerator="cpu", max_epochs=EPOCHS, logger=False, callbacks=[LocalSGD(3, DILOCO, tmp_path), *callbacks],
+        enable_checkpointing=False, enable_progress_bar=False, default_root_dir=tmp_path, **options,
+    )  # fmt: skip
+    trainer.fit(module, DataLoader(TensorDataset(torch.cat(batches(0))), 3))
+
+
+def test_what_cannot_work_is_refused_before_the_first_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Apart, "training_step", lambda *_: pytest.fail("it has begun"))
+    with pytest.raises(ValueError, match="rerun needs ranks that make their steps together"):
+        fit(tmp_path, Apart(), NaNGuard(rerun="validate_results"))
+    monkeypatch.setattr(Apart, "configure_optimizers", lambda self: torch.optim.LBFGS(self.net.parameters()))
+    with pytest.raises(ValueError, match="LocalSGD: what LBFGS keeps"):
+        fit(tmp_path, Apart())
+    monkeypatch.setattr(lightning_strategies, "why_not_apart", lambda trainer: "it is none of those. Use ddp.")
+    with pytest.raises(ValueError, match="LocalSGD: it is none of those"):
+        fit(tmp_path, Apart())
+
+
+def test_one_process_makes_outer_steps_too(tmp_path: Path) -> None:
+    module = Apart()
+    fit(tmp_path, module)
+    for one, other in zip(module.seen, by_hand(1, 3, outer=True)[0]["seen"], strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=3e-5)
+
+
+def test_arguments() -> None:
+    with pytest.raises(ValueError, match="exchange_every must be at least 1, not 0"):
+        LocalSGD(0)
+    with pytest.raises(TypeError, match="outer_optimizer must be a function or None"):
+        LocalSGD(4, outer_optimizer=0.7)  # type: ignore[arg-type]
