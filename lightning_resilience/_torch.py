@@ -7,6 +7,7 @@ import importlib
 import socket
 import time
 from collections.abc import Callable
+from copy import copy
 from datetime import timedelta
 from typing import Any
 
@@ -63,6 +64,43 @@ def around_closure(run: Callable[[Callable[[], Any]], Any], args: Any, kwargs: A
     if callable(closure := kwargs.get("closure")):
         return args, {**kwargs, "closure": functools.partial(run, closure)}
     return None
+
+
+class Layers:
+    """The layers of a module and what they hold, as they are now: sharding changes all of it in place.
+
+    Args:
+        module: The module. Attributes of its own that are there later are left as they are then.
+    """
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._module = module
+        self._held = [(each, type(each), _copies(vars(each))) for each in module.modules()]
+
+    def put_back(self) -> None:
+        """Has everything be as it was."""
+        for each, cls, held in self._held:
+            if type(each) is not cls:
+                each.__class__ = cls
+            if each is self._module:
+                changed = {name: value for name, value in held.items() if name not in vars(each) or name in _OF_LAYERS}
+                vars(each).update(_copies(changed))
+            else:
+                vars(each).clear()
+                vars(each).update(_copies(held))
+            _composable_state()._module_state_mapping.pop(each, None)
+
+
+_OF_LAYERS = {name for name, value in vars(torch.nn.Module()).items() if isinstance(value, dict)}
+"""Attributes of a module with its parameters, buffers, layers and hooks."""
+
+
+def _copies(attributes: dict[str, Any]) -> dict[str, Any]:
+    return {name: copy(value) if isinstance(value, dict) else value for name, value in attributes.items()}
+
+
+def _composable_state() -> Any:
+    return importlib.import_module("torch.distributed._composable_state")
 
 
 _LISTENS_WITHIN_S = 60.0

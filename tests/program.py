@@ -106,7 +106,9 @@ DEFAULTS: dict[str, Any] = {
     "fits": 1,
     "events": [],  # {"at": "train", "step": 23, "rank": 1, "do": "SIGKILL"}
     "step_s": 0.0,
-    "sharded": False,  # or True (FSDP2), "whole file" (what is saved is gathered), "fsdp1 sharded", "fsdp1 full"
+    # or True (FSDP2), "hybrid" (replicas of its shards), "whole file" (what is saved is gathered), "fsdp1 sharded" or
+    # "fsdp1 full"
+    "sharded": False,
     "wraps": False,  # the module itself wraps a layer, for FSDP1
     "data_parallel": None,  # of the sharded ranks; the others share out tensors
     "draws_at_start": False,  # hooks draw random numbers before the first batch of an epoch
@@ -451,7 +453,9 @@ class Module(L.LightningModule):
 
             if self.config["as_on_gpu"] is not None:
                 self.net.to(self.trainer.strategy.root_device)  # fully_shard does it itself for CUDA, by other means
-            fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
+            # The other ranks share out tensors, or with "hybrid" each of the groups has a replica.
+            mesh = self.device_mesh if self.config["sharded"] == "hybrid" else self.device_mesh["data_parallel"]
+            fully_shard(self.net, mesh=mesh)
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Any:
         rank, step = self.trainer.global_rank, self.trainer.fit_loop.epoch_loop.total_batch_idx

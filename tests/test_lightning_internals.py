@@ -188,6 +188,10 @@ NAMES: dict[str, tuple[Callable[[Any], Any], set[str]]] = {
         lambda t: importlib.import_module(f"{package_of(t)}.strategies").DDPStrategy(),
         {"_ddp_comm_hook", "_ddp_kwargs", "_forward_redirection", "_model_averager", "_timeout"},
     ),
+    "ModelParallelStrategy": (
+        lambda t: importlib.import_module(f"{package_of(t)}.strategies").ModelParallelStrategy(),
+        {"_device_mesh"},
+    ),
     "AsyncCheckpointIO": (
         lambda t: async_checkpoint_io(package_of(t)),
         {"_checkpoint_io", "_ensure_setup", "_error", "_executor", "checkpoint_io"},
@@ -244,6 +248,8 @@ NOT_LIGHTNING = {
     "_create_c10d_store",  # torch.distributed: with which a rank reaches rank 0's store
     "_get_default_store",  # torch.distributed: the job's store, of which the agreement makes a clone
     "_get_default_group",  # torch.distributed: the job's process group
+    "_new_process_group_helper",  # torch.distributed: makes every process group
+    "_module_state_mapping",  # torch.distributed: which modules are sharded, in place
     "_device_types",  # of it: the devices for which it has a backend
     "_get_backend",  # of it: that of a device, to abort it
     "_comm_hooks",  # torch: see reduction_order.py

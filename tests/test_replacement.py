@@ -1029,6 +1029,39 @@ def test_rows_that_rank_0_had_not_written_are_in_its_logs_once(
     assert test_logs.of_the_training(test_logs.shown(ours)) == test_logs.of_the_training(test_logs.shown(theirs))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("ranks", "sharded", "lost"),
+    [
+        pytest.param(4, "hybrid", [1], id="2 replicas of 2 shards"),
+        pytest.param(2, True, [0], id="2 shards", marks=pytest.mark.campaign),
+        pytest.param(6, "hybrid", [2, 3], id="3 replicas of 2 shards, one lost", marks=pytest.mark.campaign),
+    ],
+)
+def test_ranks_with_shards_are_replaced(tmp_path: Path, ranks: int, sharded: Any, lost: list[int]) -> None:
+    """Nobody else has their state: all go back to the newest local checkpoint, and the others keep their processes."""
+    options: dict[str, Any] = {
+        "trainer": {"devices": ranks},
+        "sharded": sharded,
+        "data_parallel": ranks // 2 if sharded == "hybrid" else None,
+        "save_every": 1000,
+        "callbacks": ["preemption", "auto_resume", "local_checkpoint"],
+        "step_s": 0.05,
+    }
+    events = [{"at": "train", "step": 24, "rank": rank, "do": "SIGKILL", "once": True} for rank in lost]
+    local = {"every_n_train_steps": 4, "dir": str(tmp_path / "local")}
+    config = make(tmp_path, "disturbed", events=events, local=local, **options)
+    launch = [sys.executable, "-m", "lightning_resilience.launch.cli", "launch", "--elastic"]
+    launch += ["--nproc-per-node", str(ranks), "--run-dir", config["run_dir"], *command(config)[1:]]
+    output = tmp_path / "output"
+    assert finish(start(launch, output), output) == 0, output.read_text()
+    assert replaced(config) == [lost], output.read_text()
+    starts = [each for each in read_ledger(Path(config["run_dir"]) / "ledger") if each["event"] == "start"]
+    assert len({each["pid"] for each in starts}) == 1 + (0 in lost)
+    assert "(local checkpoint" in output.read_text()
+    assert (result(config), samples(config)) == undisturbed(tmp_path, **options), output.read_text()
+
+
 def with_a_rank_replaced(tmp: Path, options: dict[str, Any]) -> tuple[dict[str, Any], list[str], Popen[str]]:
     """A launch of 3 ranks in which rank 1 is being replaced."""
     event = {"at": "train", "step": 18, "rank": 1, "do": "SIGKILL", "once": True}

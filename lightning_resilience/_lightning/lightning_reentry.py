@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_resilience._lightning.lightning_callbacks import callbacks, callbacks_named
 from lightning_resilience._lightning.lightning_loops import reset_loops
+from lightning_resilience._lightning.lightning_strategies import name_of
+from lightning_resilience._torch import Layers
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -65,6 +67,7 @@ class Start:
 
     def __init__(self, trainer: Trainer, module: LightningModule) -> None:
         self._trainer = trainer
+        self._layers = Layers(module) if name_of(trainer.strategy) == "ModelParallelStrategy" else None
         self._devices: Any = getattr(trainer.strategy, "parallel_devices", None)
         # Layers that are made later may be frozen when they are made.
         self._trained = [(each, each.requires_grad) for each in module.parameters()]
@@ -93,6 +96,8 @@ class Start:
 
     def put_back(self) -> None:
         """Has everything be as it was."""
+        if self._layers is not None:
+            self._layers.put_back()
         for each in callbacks_named(self._trainer, "StochasticWeightAveraging"):
             each.reset_momenta()  # of layers
         for callback, attributes in self._attributes:

@@ -138,6 +138,12 @@ def broadcast_buffers(trainer: Trainer) -> list[torch.Tensor]:
     return list(ddp.modules_buffers) if ddp is not None and ddp.broadcast_buffers else []
 
 
+def groups_of_mesh(trainer: Trainer) -> list[Any]:
+    """The process groups of the strategy's device mesh, which each start of a fit makes anew."""
+    mesh: Any = getattr(trainer.strategy, "_device_mesh", None)
+    return [] if mesh is None else list(mesh.get_all_groups())
+
+
 def is_zero(optimizer: Any) -> bool:
     """Whether an optimizer shards its state among the ranks (``ZeroRedundancyOptimizer``)."""
     return hasattr(optimizer, "consolidate_state_dict") and hasattr(optimizer, "optim")

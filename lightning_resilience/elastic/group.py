@@ -1,4 +1,4 @@
-"""The default process group of a generation: how a blocked collective of it is ended.
+"""The process groups of a generation: how a blocked collective of them is ended.
 
 **gloo.** When a rank dies, gloo fails only on ranks that exchange data with it. The others wait for their neighbours
 until the timeout of the group, and neither ``abort`` nor ``shutdown`` of the group ends that. Shutting the group's
@@ -41,7 +41,7 @@ ABORTABLE = {"nccl"}
 
 
 class DefaultGroup:
-    """Knows the sockets of the default group from the time of :meth:`install` on.
+    """Knows the sockets of the default group, and of those made of its ranks, from the time of :meth:`install` on.
 
     Attributes:
         is_known: Whether the group that is open was opened since then.
@@ -86,6 +86,26 @@ class DefaultGroup:
             return result
 
         dist.init_process_group = init_process_group
+        makes = dist.distributed_c10d._new_process_group_helper
+
+        def make_group(*args: Any, **kwargs: Any) -> Any:
+            with self._lock:
+                is_another = self._before is None
+                if is_another:
+                    self._before = _sockets()
+            try:
+                self._check_not_over()
+                made = makes(*args, **kwargs)
+                with self._lock:
+                    if is_another and self._before is not None and "gloo" in _backends():
+                        self._held += _held(_sockets() - self._before)
+            finally:
+                with self._lock:
+                    self._before = None if is_another else self._before
+            self._check_not_over()
+            return made
+
+        dist.distributed_c10d._new_process_group_helper = make_group
         rendezvous: Any = importlib.import_module("torch.distributed.rendezvous")
         creates = rendezvous._create_c10d_store
 
@@ -117,14 +137,14 @@ class DefaultGroup:
         """
         with self._lock:
             before = self._before
-            backends = _backends() if before is None else {}
+            backends = _backends()
             if aborted := [backend for name, backend in backends.items() if name in ABORTABLE]:
                 self._abort(aborted)
             if before is not None:
                 for fd in _held(_sockets() - before):
                     _shut_down(fd, socket.SHUT_RDWR)
                     os.close(fd)
-            elif "gloo" in backends:
+            if "gloo" in backends:
                 for fd in self._held:
                     _shut_down(fd, socket.SHUT_RD)
             return self._problem
@@ -166,13 +186,20 @@ class DefaultGroup:
         if self._is_aborted:
             raise PeerLost("another rank was lost, and the collectives were aborted")
 
-    def why_not(self) -> str | None:
-        """Why this rank could not go on without those that are lost, as far as the group decides that."""
+    def why_not(self, groups: Iterable[Any] = ()) -> str | None:
+        """Why this rank could not go on without those that are lost, as far as groups decide that.
+
+        Args:
+            groups: Those that are made anew when the fit is entered again.
+        """
         if not self.is_known:
             return "the script has opened the process group itself"
-        if len(dist.distributed_c10d._world.pg_map) > 1:
+        others = set(dist.distributed_c10d._world.pg_map) - {dist.distributed_c10d._get_default_group()}
+        if others - set(groups):
             return "the script has opened other process groups"
         names = set(_backends())
+        if others and names != {"gloo"}:
+            return f"collectives of several groups of {', '.join(sorted(names))} were never aborted"
         if unknown := names - ABORTABLE - {"gloo"}:
             return f"collectives of {', '.join(sorted(unknown))} cannot be aborted"
         return nccl.why_not(os.environ) if "nccl" in names else None

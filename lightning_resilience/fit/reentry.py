@@ -173,13 +173,13 @@ def why_not(session: FitSession) -> str | None:
     line = membership.current()
     if trainer.world_size == 1 and (line is None or len(line.slots) == 1):
         return "there is no other rank"
-    if lightning_strategies.name_of(trainer.strategy) != "DDPStrategy" or not lightning_strategies.replicates_state(
-        trainer
-    ):
+    is_sharded = lightning_strategies.name_of(trainer.strategy) == "ModelParallelStrategy"  # all go to a checkpoint
+    if not is_sharded and not lightning_strategies.replicates_state(trainer):
         return f"ranks of {type(trainer.strategy).__name__} do not all have the same state"
     if fit.index > 0 or len(_runs) > 1:
         return "this fit is not the first that the script does with a Trainer"
-    if (reason := DEFAULT.why_not() or lightning_reentry.why_not(trainer)) is not None:
+    groups = lightning_strategies.groups_of_mesh(trainer)
+    if (reason := DEFAULT.why_not(groups) or lightning_reentry.why_not(trainer)) is not None:
         return reason
     if session.selector.local is None and not session.selector.uses_global:
         return "there is neither AutoResume nor LocalCheckpoint to go back to"
