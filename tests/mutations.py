@@ -1261,13 +1261,6 @@ GUARDS = [
         "tests/test_local_sgd.py::test_a_stop_that_cannot_wait_exchanges_ahead_of_time",
     ),
     Guard(
-        "ranks that train apart skip their own bad steps",
-        "fit/numerics_policy.py",
-        "replicated=several and not sharded and not alone,",
-        "replicated=several and not sharded,",
-        "tests/test_local_sgd.py::test_a_bad_step_is_skipped_by_its_rank_alone",
-    ),
-    Guard(
         "a bad step of one rank that trains apart is known to be its own",
         "detect/numerics/step_guard.py",
         "        result.is_here |= self.alone and result.problem is not None\n",
