@@ -384,7 +384,9 @@ class Process:
             init_process_group=lambda: simulation.open_group(self),
             is_initialized=lambda: self.is_initialized,
             destroy_process_group=self.close_group,
-            distributed_c10d=SimpleNamespace(_world=SimpleNamespace(group_count=0)),
+            distributed_c10d=SimpleNamespace(
+                _world=SimpleNamespace(group_count=0), _new_process_group_helper=lambda: None
+            ),
         )
         self.rendezvous = SimpleNamespace(_create_c10d_store=simulation.connect)
         # The training state.
