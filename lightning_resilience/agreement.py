@@ -152,8 +152,12 @@ class Agreement:
                 return ()
         return self._wait(lambda: member.cross(position, allows))
 
-    def arrive(self, event: Event) -> None:
+    def arrive(self, event: Event, waiting: Callable[[], None] = lambda: None) -> None:
         """Waits until every rank is about to act on ``event``: called before the first collective of the action.
+
+        Args:
+            event: The event.
+            waiting: Called now and then meanwhile.
 
         Raises:
             PeerLost: If that can't happen any more, or not within ``arrival_timeout``.
@@ -161,7 +165,12 @@ class Agreement:
         with self._lock:
             self._member.arrive(event)
         self._wake.set()
-        self._wait(self._member.arrived)
+
+        def arrived() -> bool | None:
+            waiting()
+            return self._member.arrived()
+
+        self._wait(arrived)
 
     def abort(self, reason: str, peer_is_lost: bool = False) -> None:
         """Tells every rank that this one raises, and stops. All others get a :class:`PeerLost` that names the reason.

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
+
+from lightning_resilience.checkpoint.digest import digest_of
+from lightning_resilience.checkpoint.tensor_bytes import flat, is_dense
 
 MakeOptimizer = Callable[[list[torch.Tensor]], Optimizer]
 """Makes an optimizer of parameters."""
@@ -15,77 +20,168 @@ MakeOptimizer = Callable[[list[torch.Tensor]], Optimizer]
 _BUCKET_BYTES = 64 << 20
 """What is copied together, to be sent in one message."""
 
+_LONGEST_POLL_S = 0.01
+
 
 class RanksDiffer(RuntimeError):
     """Ranks hold tensors that do not belong together."""
 
 
+def meet(place: tuple[int, int], named: Mapping[str, Any], device: torch.device, waiting: Callable[[], None]) -> None:
+    """Waits until all ranks are there, which may be long after this one, and looks whether they belong together.
+
+    A collective of different sizes would hang, or mix numbers that have nothing to do with each other.
+
+    Args:
+        place: How far this rank is.
+        named: What it is about to exchange; of tensors shape and type are looked at.
+        device: Where ranks send from.
+        waiting: Called meanwhile, at least every 10 ms.
+
+    Raises:
+        RanksDiffer: On every rank, if they are not at the same place, or do not hold the same.
+    """
+    if not _has_peers():
+        return
+    kinds = [(name, _kind(each)) for name, each in named.items()]
+    mine = [*place, zlib.crc32(repr(kinds).encode())]
+    extremes = torch.tensor([*mine, *(-each for each in mine)], device=device)
+    work, wait_s = dist.all_reduce(extremes, dist.ReduceOp.MAX, async_op=True), 0.0001
+    while work is not None and not work.is_completed():
+        waiting()
+        time.sleep(wait_s)
+        wait_s = min(2 * wait_s, _LONGEST_POLL_S)
+    if work is not None:
+        work.wait()  # it may have failed
+    largest, smallest = extremes[:3].tolist(), (-extremes[3:]).tolist()
+    if largest[:2] != smallest[:2]:
+        raise RanksDiffer(
+            f"Ranks that train apart meet at different places: one has begun {smallest[0]} batches and made "
+            f"{smallest[1]} steps, another one {largest[0]} and {largest[1]}. All need epochs of the same length."
+        )
+    if largest != smallest:
+        raise RanksDiffer(
+            "Ranks that train apart hold different things: an optimizer keeps nothing for parameters that have had no "
+            "gradient yet on some of them, or their learning rates differ. Have every rank use all parameters before "
+            "the first exchange, and log what a scheduler looks at with sync_dist=True."
+        )
+
+
+def _kind(value: Any) -> Any:
+    return (tuple(value.shape), value.stride(), value.dtype) if isinstance(value, torch.Tensor) else value
+
+
 def average(tensors: Iterable[torch.Tensor], device: torch.device) -> None:
     """Replaces tensors by their means over all ranks, in place; what holds no fractions by that of rank 0.
 
-    Means are taken in float32 at least. All ranks get the same bits. A collective.
+    Means are taken in float32 at least, of single numbers in float64. All ranks get the same bits. A collective, of
+    ranks that have met.
 
     Args:
         tensors: Of the same shapes and types on all ranks, in the same order.
         device: Where ranks send from: an optimizer may keep some of its tensors elsewhere.
-
-    Raises:
-        RanksDiffer: On every rank, if they are not alike. Nothing was changed then.
     """
     given = [torch.view_as_real(each) if each.is_complex() else each for each in map(torch.Tensor.detach, tensors)]
     if _has_peers():
-        _check_alike(given, device)
-        for bucket in _buckets(each for each in given if each.is_floating_point()):
-            flat = _flat(bucket, device, torch.promote_types(bucket[0].dtype, torch.float32))
-            dist.all_reduce(flat)
-            flat /= dist.get_world_size()
-            _put_back(flat, bucket)
+        for pieces in _buckets(each for each in given if each.is_floating_point()):
+            is_number = pieces[0].numel() == 1 and device.type != "mps"  # it counts steps, and ranks add up
+            least = torch.float64 if is_number else torch.float32
+            together = _together(pieces, device, torch.promote_types(pieces[0].dtype, least))
+            dist.all_reduce(together)
+            together /= dist.get_world_size()
+            _put_back(together, pieces)
         take_from_rank_0((each for each in given if not each.is_floating_point()), device)
+
+
+def average_numbers(places: Sequence[tuple[Any, Any]], device: torch.device) -> None:
+    """The same for numbers in dictionaries and lists; whole numbers stay whole.
+
+    Args:
+        places: The containers, and the keys or indices in them.
+        device: Where ranks send from.
+    """
+    if _has_peers() and places:
+        wide = torch.float32 if device.type == "mps" else torch.float64
+        numbers = torch.tensor([float(container[key]) for container, key in places], dtype=wide, device=device)
+        dist.all_reduce(numbers)
+        for (container, key), mean in zip(places, (numbers / dist.get_world_size()).tolist(), strict=True):
+            container[key] = round(mean) if isinstance(container[key], int) else mean
 
 
 def take_from_rank_0(tensors: Iterable[torch.Tensor], device: torch.device) -> None:
     """Replaces tensors by those of rank 0, in place; arguments as for :func:`average`. A collective."""
     if _has_peers():
-        for bucket in _buckets(map(torch.Tensor.detach, tensors)):
-            flat = _flat(bucket, device, bucket[0].dtype)
-            dist.broadcast(flat, 0)
-            _put_back(flat, bucket)
+        for pieces in _buckets(map(torch.Tensor.detach, tensors)):
+            together = _together(pieces, device, pieces[0].dtype)
+            dist.broadcast(together, 0)
+            _put_back(together, pieces)
+
+
+def differing(tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
+    """Those that are not the same on all ranks, bit for bit; arguments as for :func:`average`. A collective."""
+    if not _has_peers() or not tensors:
+        return []
+    digests = torch.tensor([int(digest_of([each])[:15], 16) for each in tensors], device=device)
+    extremes = torch.stack([digests, -digests])
+    dist.all_reduce(extremes, dist.ReduceOp.MAX)
+    differs = (extremes[0] != -extremes[1]).tolist()
+    return [each for each, its in zip(tensors, differs, strict=True) if its]
+
+
+def kept_by(optimizers: Iterable[Optimizer]) -> Iterator[tuple[str, Any, Any]]:
+    """Where optimizers keep what they know: a name, the container, the key or index in it. The same on all ranks.
+
+    The order of ``optimizer.state`` is that in which parameters have had their first gradients, perhaps on this rank
+    alone.
+    """
+    for number, optimizer in enumerate(optimizers):
+        parameters = [each for group in optimizer.param_groups for each in group["params"]]
+        for index, parameter in enumerate(parameters):
+            if parameter in optimizer.state:
+                yield from _places(f"{number}.{index}", optimizer.state, parameter)
+        known = set(parameters)
+        for key in sorted((key for key in optimizer.state if key not in known), key=str):
+            yield from _places(f"{number}.{key}", optimizer.state, key)
+
+
+def _places(name: str, container: Any, key: Any) -> Iterator[tuple[str, Any, Any]]:
+    value = container[key]
+    if isinstance(value, Mapping):
+        for each in sorted(value, key=str):
+            yield from _places(f"{name}.{each}", value, each)
+    elif isinstance(value, (list, tuple)):
+        for index in range(len(value)):
+            yield from _places(f"{name}.{index}", value, index)
+    else:
+        yield name, container, key
 
 
 def _has_peers() -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
-def _check_alike(tensors: Sequence[torch.Tensor], device: torch.device) -> None:
-    """A collective of different sizes would hang, or mix numbers that have nothing to do with each other."""
-    mine = zlib.crc32(repr([(tuple(each.shape), each.dtype) for each in tensors]).encode())
-    extremes = torch.tensor([mine, -mine], device=device)
-    dist.all_reduce(extremes, dist.ReduceOp.MAX)
-    largest, negated_smallest = extremes.tolist()
-    if largest != -negated_smallest:
-        raise RanksDiffer(
-            "Ranks that train apart hold different tensors: an optimizer keeps nothing for parameters that have had no "
-            "gradient yet on some of them. Have every rank use all parameters before the first exchange."
-        )
-
-
 def _buckets(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    kinds: dict[torch.dtype, list[torch.Tensor]] = {}
+    """Of tensors, or of parts of large ones: what is sent together."""
+    begun: dict[tuple[torch.dtype, bool], tuple[list[torch.Tensor], int]] = {}
     for each in tensors:
-        bucket = kinds.setdefault(each.dtype, [])
-        if bucket and sum(other.nbytes for other in bucket) + each.nbytes > _BUCKET_BYTES:
-            yield bucket
-            bucket = kinds[each.dtype] = []
-        bucket.append(each)
-    yield from kinds.values()
+        kind = each.dtype, each.numel() == 1
+        is_large = each.nbytes > _BUCKET_BYTES and is_dense(each.shape, each.stride())
+        for piece in torch.split(flat(each), _BUCKET_BYTES // each.itemsize) if is_large else (each,):
+            bucket, size = begun.get(kind, ([], 0))
+            if bucket and size + piece.nbytes > _BUCKET_BYTES:
+                yield bucket
+                bucket, size = [], 0
+            bucket.append(piece)
+            begun[kind] = bucket, size + piece.nbytes
+    yield from (bucket for bucket, _ in begun.values())
 
 
-def _flat(bucket: Sequence[torch.Tensor], device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-    return torch.cat([each.to(device, dtype).reshape(-1) for each in bucket])
+def _together(pieces: Sequence[torch.Tensor], device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    return torch.cat([each.to(device, dtype).reshape(-1) for each in pieces])
 
 
-def _put_back(flat: torch.Tensor, bucket: Sequence[torch.Tensor]) -> None:
-    for each, new in zip(bucket, torch.split(flat, [each.numel() for each in bucket]), strict=True):
+def _put_back(together: torch.Tensor, pieces: Sequence[torch.Tensor]) -> None:
+    for each, new in zip(pieces, torch.split(together, [each.numel() for each in pieces]), strict=True):
         each.copy_(new.view(each.shape))
 
 
@@ -96,21 +192,38 @@ class OuterStep:
     takes Nesterov momentum: ``SGD(lr=0.7, momentum=0.9, nesterov=True)``.
 
     Args:
-        parameters: The parameters, where all ranks are.
+        parameters: The parameters, by names.
         make: Makes the optimizer.
     """
 
-    def __init__(self, parameters: Iterable[torch.Tensor], make: MakeOptimizer) -> None:
-        self._parameters = list(parameters)
-        self._anchors = [each.detach().clone().requires_grad_() for each in self._parameters]
-        self.optimizer = make(self._anchors)
+    def __init__(self, parameters: Mapping[str, torch.Tensor], make: MakeOptimizer) -> None:
+        self._parameters = dict(parameters)
+        self._anchors = [each.detach().clone().requires_grad_() for each in self._parameters.values()]
+        self._optimizer = make(self._anchors)
+
+    @torch.no_grad()
+    def begin(self) -> None:
+        """The parameters hold where all ranks are; they train apart from here."""
+        for anchor, parameter in zip(self._anchors, self._parameters.values(), strict=True):
+            anchor.copy_(parameter)
 
     @torch.no_grad()
     def take(self) -> None:
-        """Makes a step; the parameters hold what all ranks have trained on average."""
-        for anchor, mean in zip(self._anchors, self._parameters, strict=True):
-            anchor.grad = anchor - mean
-        self.optimizer.step()
-        for anchor, parameter in zip(self._anchors, self._parameters, strict=True):
+        """Makes a step; the parameters hold what all ranks have trained on average.
+
+        What has not changed was frozen, and has no gradient: a momentum would move it.
+        """
+        for anchor, mean in zip(self._anchors, self._parameters.values(), strict=True):
+            anchor.grad = None if torch.equal(anchor, mean) else anchor - mean
+        self._optimizer.step()
+        for anchor, parameter in zip(self._anchors, self._parameters.values(), strict=True):
             anchor.grad = None
             parameter.copy_(anchor)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The optimizer's state, and the names of its parameters."""
+        return {"parameters": list(self._parameters), "optimizer": self._optimizer.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restores it."""
+        self._optimizer.load_state_dict(state["optimizer"])

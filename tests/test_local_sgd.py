@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
+import math
 import os
 import re
+import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, cast
 
 import lightning.pytorch as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_resilience import LocalSGD, NaNGuard
+from lightning_resilience import LocalSGD, NaNGuard, averaging
 from lightning_resilience._lightning import lightning_strategies
-from lightning_resilience.averaging import RanksDiffer, average
+from lightning_resilience.agreement import PeerLost
+from lightning_resilience.averaging import OuterStep, RanksDiffer, average, average_numbers, differing, kept_by, meet
+from lightning_resilience.fit.exchanges import Exchanges
+from lightning_resilience.fit.numerics_policy import NumericsPolicy
 from lightning_resilience.run.run_directory import RunDirectory
 from tests.harness import free_port, reference, result, run, run_ranks, undisturbed
 from tests.ledgers import read_ledger
@@ -25,6 +33,7 @@ from tests.test_exact_resume import killed_and_resumed, make
 from tests.test_replacement import launched, replaced
 
 BATCHES, EPOCHS = 7, 2
+MIXED = torch.nn.parallel.distributed._MixedPrecision(torch.bfloat16)
 DILOCO = functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
 
 
@@ -34,8 +43,9 @@ DILOCO = functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
 class Apart(L.LightningModule):
     """Whose ranks have data of their own. It notes all that it holds, at the end of each batch."""
 
-    def __init__(self, manual: bool = False) -> None:
+    def __init__(self, manual: bool = False, accumulated: int = 1) -> None:
         super().__init__()
+        self.accumulated = accumulated
         torch.manual_seed(1)
         self.net = torch.nn.Sequential(
             torch.nn.Linear(4, 6, bias=False), torch.nn.BatchNorm1d(6), torch.nn.Linear(6, 1)
@@ -49,9 +59,10 @@ class Apart(L.LightningModule):
         loss = self.net(batch[0]).pow(2).mean()
         if not self.automatic_optimization:
             optimizer: Any = self.optimizers()
-            optimizer.zero_grad()
-            self.manual_backward(loss)
-            optimizer.step()
+            self.manual_backward(loss / self.accumulated)
+            if (batch_idx + 1) % self.accumulated == 0 or batch_idx + 1 == BATCHES:
+                optimizer.step()
+                optimizer.zero_grad()
         return cast(torch.Tensor, loss)
 
     def on_train_batch_end(self, *args: Any) -> None:
@@ -74,12 +85,17 @@ def batches(rank: int, epoch: int = 0) -> list[torch.Tensor]:
     return list(torch.randn(BATCHES, 3, 4, generator=torch.Generator().manual_seed(rank)))
 
 
-def train(rank: int, folder: Path, port: int, ranks: int, every: int, options: dict[str, Any]) -> None:
+def as_rank(rank: int, ranks: int, port: int) -> None:
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_PORT": port}
     os.environ.update({name: str(number) for name, number in place.items()})
     os.environ.update(MASTER_ADDR="127.0.0.1", TORCHELASTIC_RUN_ID="test")
     torch.set_num_threads(1)
-    module = Apart(options.get("manual", False))
+
+
+def train(rank: int, folder: Path, port: int, ranks: int, every: int, options: dict[str, Any]) -> None:
+    as_rank(rank, ranks, port)
+    manual, size = options.get("manual", False), options.get("accumulate", 1)
+    module = Apart(manual, size)
     trainer = L.Trainer(
         max_epochs=EPOCHS, accelerator="cpu", devices=ranks, strategy="ddp", logger=False, enable_progress_bar=False,
         enable_model_summary=False, default_root_dir=folder, use_distributed_sampler=False,
@@ -87,7 +103,7 @@ def train(rank: int, folder: Path, port: int, ranks: int, every: int, options: d
             LocalSGD(every, DILOCO if options.get("outer") else None, run_dir=folder / "run"),
             ModelCheckpoint(folder / "saved", "{step}", save_top_k=-1, every_n_train_steps=options.get("save", 1000)),
         ],
-        accumulate_grad_batches=options.get("accumulate", 1), val_check_interval=options.get("validate"),
+        accumulate_grad_batches=1 if manual else size, val_check_interval=options.get("validate"),
         num_sanity_val_steps=1,
     )  # fmt: skip
     data = DataLoader(TensorDataset(torch.cat(batches(rank))), 3)
@@ -144,7 +160,8 @@ def by_hand(ranks: int, every: int, **options: Any) -> list[dict[str, list[Any]]
                 if is_whole:
                     optimizer.step()
                     optimizer.zero_grad()
-            since, steps = since + is_whole, steps + is_whole
+            is_unknown = options.get("manual", False) and steps == 0  # whether the user's optimizers are counted
+            since, steps = since + (is_whole or is_unknown), steps + is_whole
             if since == every or (is_whole and steps % options.get("save", 1000) == 0):
                 exchange()
             for one, module, optimizer in zip(found, modules, optimizers, strict=True):
@@ -170,6 +187,7 @@ def alike(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
         pytest.param(2, 3, {"outer": True}, [3, 6, 10, 13], id="DiLoCo"),
         pytest.param(3, 2, {"manual": True}, [2, 4, 6, 9, 11, 13], id="manual optimization"),
         pytest.param(2, 2, {"accumulate": 2}, [4, 7, 11, 14], id="accumulated"),
+        pytest.param(2, 3, {"accumulate": 2, "manual": True}, [4, 13], id="accumulated by hand"),
         pytest.param(2, 5, {"save": 4}, [4, 8, 12], id="another callback saves"),
         pytest.param(2, 6, {"validate": 4, "outer": True}, [], id="validation in between"),
     ],
@@ -205,9 +223,117 @@ def in_state_dict(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     return list(module.state_dict().values())
 
 
-def differ(rank: int, folder: Path, port: int) -> None:
+class Numbered(torch.optim.SGD):
+    """Keeps numbers as some optimizers of others do, and something of no parameter."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = closure()
+        for group in self.param_groups:
+            for each in group["params"]:
+                if each.grad is not None:
+                    state = self.state[each]
+                    state["steps"] = state.get("steps", 0) + 1
+                    state["norm"] = float(each.grad.norm())
+                    state["last"] = [each.grad.clone()]
+                    each.sub_(each.grad, alpha=0.01)
+        cast(Any, self.state)["losses"] = state["norm"]
+        return loss
+
+
+class Odd(L.LightningModule):
+    """Whose ranks do not do the same: gradients come in another order, buffers are new ones, a part is frozen."""
+
+    def __init__(self, rank: int, optimizer: type[torch.optim.Optimizer]) -> None:
+        super().__init__()
+        self.rank, self.optimizer = rank, optimizer
+        self.first, self.second, self.at_times = (torch.nn.Parameter(torch.ones(2, 3)) for _ in range(3))
+        self.teacher = torch.nn.Parameter(torch.ones(2, 3), requires_grad=False)
+        self.fixed = torch.nn.Parameter(torch.rand(4), requires_grad=False)
+        self.register_buffer("total", torch.zeros(()))
+        self.seen: list[dict[str, Any]] = []
+
+    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
+        self.at_times.requires_grad_(True)
+        used = [self.first, self.second] if batch_idx else [[self.first, self.second][self.rank]]
+        self.total = self.total + 1 + self.rank
+        self.teacher.data.mul_(0.5).add_(self.first.data, alpha=0.5)
+        return cast(torch.Tensor, sum((each * batch[0].mean()).pow(2).sum() for each in (*used, self.at_times)))
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        super().optimizer_step(*args, **kwargs)
+        self.at_times.requires_grad_(False)
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        optimizer = self.trainer.optimizers[0]
+        kept = {name: container[key] for name, container, key in kept_by([optimizer])}
+        average = [each for each in cast(Any, self.trainer).callbacks if isinstance(each, EMAWeightAveraging)]
+        weights = average[0]._average_model.state_dict() if average else {}
+        self.seen.append(copy.deepcopy({**self.state_dict(), **kept, **{f"ema {k}": v for k, v in weights.items()}}))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return self.optimizer([self.first, self.second, self.at_times], lr=0.01)
+
+
+def train_oddly(rank: int, folder: Path, port: int, optimizer: type[torch.optim.Optimizer]) -> None:
+    as_rank(rank, 2, port)
+    module = Odd(rank, optimizer)
+    trainer = L.Trainer(
+        max_epochs=1, accelerator="cpu", devices=2, strategy="ddp", logger=False, enable_progress_bar=False,
+        enable_model_summary=False, default_root_dir=folder, use_distributed_sampler=False, enable_checkpointing=False,
+        callbacks=[EMAWeightAveraging(decay=0.5), LocalSGD(3, run_dir=folder / "run")],
+    )  # fmt: skip
+    trainer.fit(module, DataLoader(TensorDataset(torch.cat(batches(rank))), 3))
+    torch.save(module.seen, folder / f"rank-{rank}")
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.Adam, Numbered])
+def test_whatever_ranks_hold_is_the_same_behind_an_exchange(
+    tmp_path: Path, optimizer: type[torch.optim.Optimizer]
+) -> None:
+    run_ranks(train_oddly, tmp_path, free_port(), optimizer)
+    first, second = (torch.load(tmp_path / f"rank-{rank}") for rank in range(2))
+    assert len(first) == len(second) == BATCHES
+    for batch, (one, other) in enumerate(zip(first, second, strict=True)):
+        differs = {
+            name
+            for name in one.keys() | other.keys()
+            if not torch.equal(*(torch.as_tensor(each.get(name, math.nan)) for each in (one, other)))
+        }
+        if (batch + 1) % 3 == 0:
+            assert not differs, batch
+        elif batch:  # the teacher learns from what was trained before
+            assert {"first", "second", "at_times", "total", *(["teacher"] if batch % 3 else [])} < differs, batch
+        assert torch.equal(one["fixed"], first[0]["fixed"])
+    assert any("ema" in name for name in first[0])
+
+
+def train_unevenly(rank: int, folder: Path, port: int) -> None:
+    as_rank(rank, 2, port)
+    trainer = L.Trainer(
+        max_epochs=3, accelerator="cpu", devices=2, strategy="ddp", logger=False, enable_progress_bar=False,
+        enable_model_summary=False, default_root_dir=folder, use_distributed_sampler=False, enable_checkpointing=False,
+        callbacks=[LocalSGD(3, run_dir=folder / "run")],
+    )  # fmt: skip
+    with pytest.raises((RanksDiffer, PeerLost)) as raised:
+        trainer.fit(Apart(), DataLoader(TensorDataset(torch.cat(batches(rank)[: BATCHES - rank])), 3))
+    (folder / f"rank-{rank}").write_text(str(raised.value))
+
+
+def test_ranks_whose_epochs_end_at_other_steps_do_not_mix_them(tmp_path: Path) -> None:
+    run_ranks(train_unevenly, tmp_path, free_port())
+    said = [(tmp_path / f"rank-{rank}").read_text() for rank in range(2)]
+    assert any("All need epochs of the same length" in each for each in said), said
+
+
+def group_of_2(rank: int, port: int) -> torch.device:
     torch.distributed.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
-    host = torch.device("cpu")
+    return torch.device("cpu")
+
+
+def mix(rank: int, folder: Path, port: int) -> None:
+    host = group_of_2(rank, port)
+    averaging._BUCKET_BYTES = 64  # so that some are sent in parts
     mixed: list[torch.Tensor] = [
         torch.full((3,), 1.0 + rank),
         torch.tensor(2.0 + rank, dtype=torch.bfloat16),
@@ -216,27 +342,79 @@ def differ(rank: int, folder: Path, port: int) -> None:
         torch.tensor([7 + rank]),
         torch.zeros(0),
         torch.full((4,), rank * 2.0).double()[::2],
+        torch.arange(100.0).reshape(2, 10, 5, 1).to(memory_format=torch.channels_last) + rank,
+        torch.tensor(2.0**24 + 2 * rank),
+        torch.full((30,), rank * 2.0).double()[::2],
     ]
     average(mixed, host)
-    torch.save(mixed, folder / f"mixed-{rank}")
-    before = torch.full((2 + rank,), float(rank))
-    with pytest.raises(RanksDiffer, match="Have every rank use all parameters before the first exchange"):
-        average([before], host)
-    torch.save(before, folder / f"before-{rank}")
+    numbers = {"whole": 4 + rank, "list": [1.0 + rank]}
+    average_numbers([(numbers, "whole"), (numbers["list"], 0)], host)
+    alike, other = torch.rand(5, generator=torch.Generator().manual_seed(3)), torch.full((5,), float(rank))
+    assert [each is other for each in differing([alike, other, alike[:0]], host)] == [True]
+    torch.save((mixed, numbers), folder / f"mixed-{rank}")
     torch.distributed.destroy_process_group()
 
 
 def test_tensors_of_every_kind(tmp_path: Path) -> None:
-    run_ranks(differ, tmp_path, free_port())
-    found = [torch.load(tmp_path / f"mixed-{rank}") for rank in range(2)]
-    for mixed in found:
+    run_ranks(mix, tmp_path, free_port())
+    for rank in range(2):
+        mixed, numbers = torch.load(tmp_path / f"mixed-{rank}")
         assert mixed[0].tolist() == [1.5] * 3
         assert (mixed[1].item(), mixed[1].dtype) == (2.5, torch.bfloat16)
         assert mixed[2].flatten().tolist() == [1 + 0.5j] * 4
         assert mixed[3].tolist() == [True, True]
         assert mixed[4].tolist() == [7]
         assert mixed[6].tolist() == [1.0, 1.0]
-    assert [torch.load(tmp_path / f"before-{rank}").tolist() for rank in range(2)] == [[0.0] * 2, [1.0] * 3]
+        assert torch.equal(mixed[7], torch.arange(100.0).reshape(2, 10, 5, 1) + 0.5)
+        assert mixed[8].item() == 2**24 + 1 - 1  # as float32 has it; and not the half of a sum that was rounded
+        assert mixed[9].tolist() == [1.0] * 15
+        assert numbers == {"whole": 4, "list": [1.5]}
+
+
+def come_together(rank: int, folder: Path, port: int) -> None:
+    host, waited = group_of_2(rank, port), 0
+
+    def waiting() -> None:
+        nonlocal waited
+        waited += 1
+
+    time.sleep(0.5 * rank)
+    meet((4, 4), {"weight": torch.ones(2), "rate": 0.1}, host, waiting)
+    assert (waited > 10) == (rank == 0)
+    for place, named, says in [
+        ((4 + rank, 4), {}, "one has begun 4 batches and made 4 steps, another one 5 and 4"),
+        ((4, 4), {"weight": torch.ones(2 + rank)}, "Have every rank use all parameters before the first exchange"),
+        ((4, 4), {f"weight {rank}": torch.ones(2)}, "hold different things"),
+        ((4, 4), {"weight": torch.ones(2, dtype=[torch.half, torch.float][rank])}, "hold different things"),
+        ((4, 4), {"rate": 0.1 + 0.1 * rank}, "their learning rates differ"),
+    ]:
+        with pytest.raises(RanksDiffer, match=says):
+            meet(place, named, host, waiting)
+    (folder / f"{rank}").touch()
+    torch.distributed.destroy_process_group()
+
+
+def test_ranks_wait_for_each_other_and_look_whether_they_belong_together(tmp_path: Path) -> None:
+    run_ranks(come_together, tmp_path, free_port())
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_an_outer_optimizer_moves_only_what_was_trained() -> None:
+    trained, frozen = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2))
+    outer = OuterStep({"trained": trained, "frozen": frozen}, DILOCO)
+    for is_frozen in (False, True, True):
+        outer.begin()
+        before = frozen.tolist()
+        with torch.no_grad():
+            trained -= 1.0
+            frozen -= 0.0 if is_frozen else 1.0
+        outer.take()
+        assert (frozen.tolist() == before) == is_frozen
+    assert trained[0] < -2.0
+    another = OuterStep({"trained": trained, "frozen": frozen}, DILOCO)
+    another.load_state_dict(outer.state_dict())
+    assert outer.state_dict()["parameters"] == ["trained", "frozen"]
+    assert str(another.state_dict()) == str(outer.state_dict())
 
 
 # -- what kills runs ---------------------------------------------------------------------------------------------------
@@ -313,6 +491,25 @@ def test_a_stop_that_cannot_wait_exchanges_ahead_of_time(tmp_path: Path) -> None
     assert 6 <= resumed["step"] <= 9
 
 
+@pytest.mark.parametrize("by_step", [True, False])
+def test_who_waits_long_for_the_others_does_not_hang(tmp_path: Path, by_step: bool) -> None:
+    """Where they exchange, and where they are to act on something before that."""
+    limits = "setup:60,step:3,validation:30,checkpointing:30,out_of_section:3"
+    slow = [{"at": "train", "step": step, "rank": 1, "do": "sleep", "seconds": 0.6} for step in range(4, 14)]
+    options: dict[str, Any] = {
+        **OPTIONS,
+        "callbacks": ["fault_tolerance", "auto_resume", "straggler_detection", "local_sgd"],
+        "fault_tolerance": {"section_timeouts": limits, "calculate_timeouts": False},
+        "straggler_detection": {"report_time_interval": 300.0 if by_step else 0.5},
+        "local_sgd": {"exchange_every": 15},
+    }
+    options["trainer"] = {"devices": 2, "max_epochs": 1}
+    config = make(tmp_path, "run", events=slow, **options)
+    codes, output = run(config, tmp_path / "run")
+    assert set(codes) == {0}, output
+    assert not [each for each in read_ledger(RunDirectory(config["run_dir"]).ledger) if each["event"] == "hang"]
+
+
 @pytest.mark.slow
 def test_a_lost_rank_is_replaced(tmp_path: Path) -> None:
     """From the last exchange on, which all have in local checkpoints."""
@@ -358,6 +555,8 @@ def test_bad_steps_of_one_rank_roll_all_back(tmp_path: Path) -> None:
         ({"strategy": L.strategies.DDPStrategy(static_graph=True)}, "static_graph"),
         ({"strategy": L.strategies.DDPStrategy(ddp_comm_hook=lambda *_: None)}, "ddp_comm_hook"),
         ({"strategy": L.strategies.ModelParallelStrategy()}, "ModelParallelStrategy is not plain DDP"),
+        ({"strategy": L.strategies.DDPStrategy(mixed_precision=MIXED)}, "mixed_precision"),
+        ({"strategy": "ddp", "val_check_interval": "00:00:10:00"}, "val_check_interval as a time"),
         ({"strategy": "ddp"}, None),
         ({}, None),
     ],
@@ -366,6 +565,57 @@ def test_strategies_that_need_all_gradients(options: dict[str, Any], says: str |
     trainer = L.Trainer(accelerator="cpu", devices=1, logger=False, **options)
     problem = lightning_strategies.why_not_apart(trainer)
     assert says in (problem or "") if says is not None else problem is None
+
+
+class Hooked(Apart):
+    def on_fit_start(self) -> None:
+        cast(Any, self.trainer.strategy.model).register_comm_hook(None, allreduce_hook)
+
+
+def train_hooked(rank: int, folder: Path, port: int) -> None:
+    as_rank(rank, 1, port)
+    with pytest.raises(ValueError, match="LocalSGD: a communication hook of DDP would never be called"):
+        fit(folder, Hooked(), strategy="ddp", devices=1)
+    (folder / "refused").touch()
+
+
+def test_a_hook_that_the_module_registers_is_refused(tmp_path: Path) -> None:
+    run_ranks(train_hooked, tmp_path, free_port(), count=1)
+    assert (tmp_path / "refused").exists()
+
+
+class Whole(torch.optim.SGD):
+    """As one of 8 bits."""
+
+    def step(self, closure: Any = None) -> Any:
+        loss = closure()
+        for each in self.param_groups[0]["params"]:
+            self.state[each]["moment"] = torch.ones(3, dtype=torch.uint8)
+        return loss
+
+
+def test_an_optimizer_of_8_bits_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Apart, "configure_optimizers", lambda self: Whole(self.net.parameters(), 0.1))
+    with pytest.raises(ValueError, match=r"LocalSGD: an optimizer keeps whole numbers \(moment, torch.uint8\)"):
+        fit(tmp_path, Apart())
+
+
+def test_ranks_exchange_what_a_skipped_step_has_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In whichever order callbacks are given: NaNGuard puts back what the forward pass has changed."""
+    order: list[str] = []
+    for cls, name in ((NumericsPolicy, "batch_done"), (Exchanges, "before_batch_end")):
+        call = getattr(cls, name)
+        monkeypatch.setattr(cls, name, lambda self, name=name, call=call: (order.append(name), call(self)))
+    fit(tmp_path, Apart(), NaNGuard())
+    assert order == ["batch_done", "before_batch_end"] * (BATCHES * EPOCHS)
+
+
+def test_what_still_meets_in_every_step_is_said(tmp_path: Path) -> None:
+    timed = ModelCheckpoint(train_time_interval=timedelta(minutes=10))
+    trainer = L.Trainer(
+        accelerator="cpu", devices=1, logger=False, callbacks=[timed, ModelCheckpoint()], max_time="00:01:00:00"
+    )
+    assert lightning_strategies.meets_in_every_step(trainer) == ["Timer", "ModelCheckpoint(train_time_interval=...)"]
 
 
 def fit(tmp_path: Path, module: Apart, *callbacks: L.Callback, **options: Any) -> None:

@@ -1226,7 +1226,7 @@ class Simulation:
         members = policy.members.keys()
         self.check_members([*members])
         finished = {slot for slot in members if self.members[slot].has_finished}
-        stopped = bool(schedule.stop_at or schedule.leaves_at) and self.policy._stop_asked
+        stopped = (schedule.stop_at, schedule.leaves_at) != (None, None) and self.policy._stop_asked
         if result == 0 and finished < members:
             steps = {self.stopped.get(slot) for slot in members}
             if not stopped or len(steps) > 1 or None in steps:

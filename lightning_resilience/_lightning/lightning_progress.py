@@ -53,6 +53,23 @@ def accumulation_window_complete(trainer: Trainer) -> bool:
     return not trainer.fit_loop.epoch_loop._should_accumulate() and not trainer.fit_loop._skip_backward
 
 
+class BehindStep:
+    """Knows whether the last batch has made a step: manual optimization may accumulate gradients."""
+
+    def __init__(self) -> None:
+        self._before: int | None = None
+        self._are_seen = False
+
+    def at(self, step: int) -> bool:
+        """To be asked before the first batch and behind each one, with ``trainer.global_step``.
+
+        Optimizers without Lightning's wrapper are not counted: until a step was seen, any batch may have made one.
+        """
+        before, self._before = self._before, step
+        self._are_seen |= step != (before or 0)
+        return before != step or not self._are_seen
+
+
 def evaluation_progress(trainer: Trainer) -> dict[str, Any]:
     """The progress of the fit's validation loop, by its keys in a checkpoint."""
     state: dict[str, Any] = {}

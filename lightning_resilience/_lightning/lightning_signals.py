@@ -36,7 +36,11 @@ def keep_signal_handlers(
         put_back()
 
     patches.wrap(connector, "register_signal_handlers", before=take_over, after=registered)
-    # In DDP Lightning broadcasts "was there a SIGTERM" in every step, with a host sync.
+    broadcast_no_signals(trainer, patches)
+
+
+def broadcast_no_signals(trainer: Trainer, patches: Patches) -> None:
+    """In DDP Lightning broadcasts "was there a SIGTERM" in every step, with a host sync: not so any more."""
     patches.set(trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor", lambda: None)
 
 

@@ -10,6 +10,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
+from lightning_resilience._lightning import lightning_signals
 from lightning_resilience._lightning.lightning_callbacks import callbacks_named
 from lightning_resilience._lightning.lightning_patches import Patches
 from lightning_resilience.checkpoint.safe_serialization import map_nested
@@ -121,21 +122,42 @@ def why_not_apart(trainer: Trainer) -> str | None:
         return "DDPStrategy(static_graph=True) reduces gradients in its first step. Leave it out."
     if getattr(strategy, "_ddp_comm_hook", None) is not None:
         return "a communication hook of DDP would never be called. Leave out ddp_comm_hook."
+    if getattr(strategy, "_ddp_kwargs", {}).get("mixed_precision") is not None:
+        return "DDPStrategy(mixed_precision=...) copies weights where gradients are reduced. Use bf16-mixed."
+    if getattr(trainer, "_val_check_time_interval", None) is not None:
+        return "val_check_interval as a time would have each rank validate in another step. Use a number of batches."
     return None
 
 
-def reduce_no_gradients(trainer: Trainer, patches: Patches) -> None:
-    """Has DDP leave gradients, and buffers, as each rank has them."""
-    if (ddp := ddp_wrapper(trainer)) is not None:
-        ddp.require_backward_grad_sync = ddp.require_forward_param_sync = False
-        redirection = trainer.strategy._forward_redirection  # which turns it on in manual optimization, in each step
-        patches.set(redirection, "on_after_outer_forward", lambda *modules: None)
+def reduce_no_gradients(trainer: Trainer, patches: Patches) -> str | None:
+    """Has DDP leave gradients, and buffers, as each rank has them; returns why it would not, if so."""
+    ddp = ddp_wrapper(trainer)
+    if ddp is None:
+        return "the model is not wrapped in DistributedDataParallel." if trainer.world_size > 1 else None
+    if ddp._comm_hooks:
+        return "a communication hook of DDP would never be called. Leave out register_comm_hook."
+    ddp.require_backward_grad_sync = ddp.require_forward_param_sync = False
+    redirection = trainer.strategy._forward_redirection  # which turns it on in manual optimization, in each step
+    patches.set(redirection, "on_after_outer_forward", lambda *modules: None)
+    lightning_signals.broadcast_no_signals(trainer, patches)
+    return None
+
+
+def meets_in_every_step(trainer: Trainer) -> list[str]:
+    """The callbacks for which Lightning asks rank 0 in every step whether it is time."""
+    names = [type(each).__name__ for each in callbacks_named(trainer, "Timer") if each._duration is not None]
+    by_time = "_train_time_interval"
+    saves = [each for each in callbacks_named(trainer, "ModelCheckpoint") if getattr(each, by_time, None) is not None]
+    return [*names, *(f"{type(each).__name__}(train_time_interval=...)" for each in saves)]
 
 
 def broadcast_buffers(trainer: Trainer) -> list[torch.Tensor]:
     """The buffers that DDP takes from rank 0 in every step."""
     ddp = ddp_wrapper(trainer)
-    return list(ddp.modules_buffers) if ddp is not None and ddp.broadcast_buffers else []
+    if ddp is None or not ddp.broadcast_buffers:
+        return []
+    # Not those that it knows: a module may have assigned others since.
+    return [each for name, each in ddp.module.named_buffers() if name not in ddp.parameters_to_ignore]
 
 
 def groups_of_mesh(trainer: Trainer) -> list[Any]:
@@ -199,10 +221,10 @@ def live_tensors(trainer: Trainer) -> list[torch.Tensor]:
     optimizers: list[Any] = list(trainer.optimizers)
     optimizers = [optimizer.optim if is_zero(optimizer) else optimizer for optimizer in optimizers]
     parameters = [each for each in trainer.lightning_module.parameters() if not is_lazy(each)]
-    return [*parameters, *optimizer_tensors(optimizers), *_averaged_tensors(trainer)]
+    return [*parameters, *optimizer_tensors(optimizers), *averaged_tensors(trainer)]
 
 
-def _averaged_tensors(trainer: Trainer) -> Iterator[torch.Tensor]:
+def averaged_tensors(trainer: Trainer) -> Iterator[torch.Tensor]:
     """What Lightning's callbacks average: written at the end of a batch or an epoch. It has no public name."""
     for callback in callbacks_named(trainer, "WeightAveraging", "StochasticWeightAveraging"):
         if (average := getattr(callback, "_average_model", None)) is not None:

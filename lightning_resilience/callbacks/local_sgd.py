@@ -37,15 +37,15 @@ class LocalSGD(SessionCallback):
     and at the end of an epoch: best at multiples of ``exchange_every``.
 
     Between two exchanges no gradients are sent; what the module logs with ``sync_dist=True``, or
-    ``SyncBatchNorm``, still is. Each rank clips its own gradients. An average of weights in a callback (EMA) is one of
-    the rank's own.
+    ``SyncBatchNorm``, still is. Each rank clips its own gradients. Averages of weights in Lightning's callbacks (EMA)
+    are exchanged, too, and so are frozen parameters that the module itself changes.
 
     Args:
         exchange_every: How many optimizer steps are between two exchanges; 1: in every step. Local SGD usually takes 4
             to 64, DiLoCo 500, behind first steps of usual training.
         outer_optimizer: Makes an optimizer of a list of parameters, as a class with its arguments does:
-            ``functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)``. It needs memory for two
-            copies of the parameters that are trained, and is saved with the state.
+            ``functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)``. That one needs memory for two
+            copies of the parameters that are trained, for four while it makes its step, and is saved with the state.
         run_dir: The run directory, on storage that all nodes share. Default: ``resilience`` in the Trainer's
             ``default_root_dir``. Under ``launch``, its ``--run-dir`` takes precedence.
 

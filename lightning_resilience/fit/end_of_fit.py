@@ -51,11 +51,16 @@ class EndOfFit(Participant):
         if event.kind == _TRAINED:
             self._all_have_trained.set()
 
-    def end_of_epoch(self) -> None:
-        """An epoch has ended, perhaps cut short by a limit."""
+    def end_of_epoch(self, would_agree: bool) -> None:
+        """An epoch has ended, perhaps cut short by a limit.
+
+        Args:
+            would_agree: Whether all ranks would have held the same here if it went on.
+        """
         if lightning_limits.is_cut_short(self.fit.trainer):
             self._cut_short = True
-            self.keep_before_the_end()
+            if would_agree:
+                self.keep_before_the_end()
 
     def keep_before_the_end(self) -> None:
         """Saves a state from which a fit with a higher limit is exact, if there is no older one.

@@ -10,8 +10,16 @@ import torch
 
 from lightning_resilience._lightning import lightning_checkpoints, lightning_progress, lightning_strategies
 from lightning_resilience.agreement_protocol import Event, Needs
-from lightning_resilience.averaging import MakeOptimizer, OuterStep, average, take_from_rank_0
-from lightning_resilience.checkpoint.snapshot import optimizer_tensors
+from lightning_resilience.averaging import (
+    MakeOptimizer,
+    OuterStep,
+    average,
+    average_numbers,
+    differing,
+    kept_by,
+    meet,
+    take_from_rank_0,
+)
 from lightning_resilience.fit.participant import Participant
 from lightning_resilience.fit.session import FitSession
 
@@ -41,33 +49,39 @@ class Exchanges(Participant):
         self._every = every
         self._make_outer = make_outer
         self._outer: OuterStep | None = None
-        self._trained: list[torch.nn.Parameter] = []
-        """Since the last exchange."""
         self._steps = 0
-        """Since then."""
-        self._exchanged_at = time.monotonic()
+        """Since the last exchange."""
+        self._begun_at: float | None = None
+        """When the first of their batches was; ``None``: it is still to come."""
+        self._step_s: float | None = None
+        """How long steps have taken before the last exchange."""
+        self._behind_step = lightning_progress.BehindStep()
         self._soon = self._asked = False
+        self._stop_by: float | None = None
         self.loaded: dict[str, Any] | None = None
 
     def start(self) -> None:
         """Ranks reduce no gradients from here on."""
-        trainer = self.session.fit.trainer
-        if any(isinstance(each, torch.optim.LBFGS) for each in trainer.optimizers):
+        fit = self.session.fit
+        if any(isinstance(each, torch.optim.LBFGS) for each in fit.trainer.optimizers):
             raise ValueError("LocalSGD: what LBFGS keeps of its last steps has no mean. Use another optimizer.")
-        if lightning_strategies.shards_state(trainer):
+        if lightning_strategies.shards_state(fit.trainer):
             raise ValueError("LocalSGD: ZeroRedundancyOptimizer needs all gradients in every step. Use another one.")
-        lightning_strategies.reduce_no_gradients(trainer, self.session.fit.patches)
-        lightning_checkpoints.on_save(trainer, self.session.fit.save_patches, self._before_save)
+        if (problem := lightning_strategies.reduce_no_gradients(fit.trainer, fit.patches)) is not None:
+            raise ValueError(f"LocalSGD: {problem}")
+        lightning_checkpoints.on_save(fit.trainer, fit.save_patches, self._before_save)
         self._begin()
-        if trainer.is_global_zero and trainer.world_size > 1:
-            size = sum(each.nbytes for each in self._trained)
+        if fit.rank == 0 and fit.trainer.world_size > 1:
+            size = sum(each.nbytes for each in self._trained().values())
             log.info(
                 "%d ranks train apart, and exchange every %d steps: %.1f MiB of parameters, and what optimizers keep "
                 "for them.",
-                trainer.world_size,
+                fit.trainer.world_size,
                 self._every,
                 size / (1 << 20),
             )
+            for what in lightning_strategies.meets_in_every_step(fit.trainer):
+                log.warning("The ranks still wait for each other in every step: %s asks rank 0 for the time.", what)
 
     def after_rollback(self) -> None:
         """All ranks are at a state that was saved, so behind an exchange."""
@@ -75,24 +89,49 @@ class Exchanges(Participant):
 
     def _begin(self) -> None:
         self._have_exchanged()
+        self._behind_step = lightning_progress.BehindStep()
+        self._behind_step.at(self.session.fit.trainer.global_step)
         if self._make_outer is not None:
-            self._outer = OuterStep(self._trained, self._make_outer)
+            trained = self._trained()
+            if self.loaded is not None:  # some may have been added to an optimizer since it was made
+                now = dict(self.session.fit.module.named_parameters())
+                trained = {name: now[name] for name in self.loaded["parameters"]}
+            self._outer = OuterStep(trained, self._make_outer)
             if self.loaded is not None:
-                self._outer.optimizer.load_state_dict(self.loaded)
+                self._outer.load_state_dict(self.loaded)
         self.loaded = None
+
+    def _trained(self) -> dict[str, torch.nn.Parameter]:
+        """What optimizers hold, or may be given: it may be frozen at the moment."""
+        optimizers = self.session.fit.trainer.optimizers
+        held = {id(each) for optimizer in optimizers for group in optimizer.param_groups for each in group["params"]}
+        named = self.session.fit.module.named_parameters()
+        return {name: each for name, each in named if each.requires_grad or id(each) in held}
 
     def outer_state(self) -> dict[str, Any] | None:
         """The state of the outer optimizer, if there is one."""
-        return None if self._outer is None else self._outer.optimizer.state_dict()
+        return None if self._outer is None else self._outer.state_dict()
 
     # -- exchanges -----------------------------------------------------------------------------------------------------
 
-    def batch_done(self) -> None:
+    def batch_begins(self) -> None:
+        """The first batch behind an exchange begins from what all ranks hold."""
+        if self._begun_at is None:
+            self._begun_at = time.monotonic()
+            if self._outer is not None:
+                self._outer.begin()
+
+    def before_batch_end(self) -> None:
         """Counts a step, and exchanges when it is time."""
-        if lightning_progress.accumulation_window_complete(self.session.fit.trainer):
+        trainer, module = self.session.fit.trainer, self.session.fit.module
+        if lightning_progress.accumulation_window_complete(trainer) and (
+            module.automatic_optimization or self._behind_step.at(trainer.global_step)
+        ):
             self._steps += 1
             if self._steps >= self._every or self._soon:
                 self._exchange()
+            elif self._stop_by is not None:
+                self._ask_in_time()
 
     def ranks_agree(self) -> bool:
         """Whether no step was made since the last exchange."""
@@ -112,34 +151,64 @@ class Exchanges(Participant):
             self._exchange()
         return True
 
+    @torch.no_grad()
     def _exchange(self) -> None:
         if self._steps == 0:
             return
-        trainer = self.session.fit.trainer
-        self.session.fit.enter("out_of_section")
+        fit, trainer = self.session.fit, self.session.fit.trainer
+        fit.enter("out_of_section")
         device = trainer.strategy.root_device
-        now = (each for each in trainer.lightning_module.parameters() if each.requires_grad)
-        trained = {id(each): each for each in (*self._trained, *now)}  # what was frozen meanwhile was trained before
-        average([*trained.values(), *optimizer_tensors(trainer.optimizers)], device)
+        averaged = dict(enumerate(lightning_strategies.averaged_tensors(trainer)))
+        tensors = {**self._trained(), **{f"average {number}": each for number, each in averaged.items()}}
+        known: dict[str, Any] = {}
+        numbers: list[tuple[Any, Any]] = []
+        for name, container, key in kept_by(trainer.optimizers):
+            value = container[key]
+            if isinstance(value, torch.Tensor):
+                self._check_has_mean(value, key)
+                tensors[name] = value
+            elif type(value) in (int, float) and isinstance(container, (dict, list)):
+                known[name] = type(value).__name__
+                numbers.append((container, key))
+        rates = [group.get("lr") for optimizer in trainer.optimizers for group in optimizer.param_groups]
+        known["learning rates"] = [float(each) for each in rates if each is not None]
+        meet((fit.steps_counted, trainer.global_step), {**tensors, **known}, device, fit.advanced)
+        rest = [each for name, each in fit.module.named_parameters() if name not in tensors]
+        average([*tensors.values(), *differing(rest, device)], device)
+        average_numbers(numbers, device)
         take_from_rank_0(lightning_strategies.broadcast_buffers(trainer), device)
         if self._outer is not None:
             self._outer.take()
         self._have_exchanged()
 
+    def _check_has_mean(self, tensor: torch.Tensor, key: object) -> None:
+        if tensor.numel() > 1 and not (tensor.is_floating_point() or tensor.is_complex()):
+            raise ValueError(
+                f"LocalSGD: an optimizer keeps whole numbers ({key}, {tensor.dtype}), as those of 8 bits do, and they "
+                "have no mean. Use one that keeps its moments in floating point."
+            )
+
     def _have_exchanged(self) -> None:
-        module = self.session.fit.trainer.lightning_module
-        self._trained = [each for each in module.parameters() if each.requires_grad]
-        self._steps, self._exchanged_at = 0, time.monotonic()
+        if self._begun_at is not None and self._steps:
+            self._step_s = (time.monotonic() - self._begun_at) / self._steps
+        self._steps, self._begun_at = 0, None
         self._soon = self._asked = False
 
     # -- a stop that cannot wait ---------------------------------------------------------------------------------------
 
     def hurry(self, within_s: float) -> None:
         """Has all ranks exchange ahead of time where the next exchange would come too late for a stop."""
-        if self.session.fit.rank != 0 or self._asked or (steps := self._steps) == 0:
-            return
-        step_s = (time.monotonic() - self._exchanged_at) / steps
-        if step_s * (self._every - steps) > _SHARE_OF_TIME * within_s:
+        if self.session.fit.rank == 0:
+            self._stop_by = time.monotonic() + _SHARE_OF_TIME * within_s
+            self._ask_in_time()
+
+    def _ask_in_time(self) -> None:
+        """Looked at after each step: those to come may take longer than those before."""
+        now, begun_at, steps, step_s = time.monotonic(), self._begun_at, self._steps, self._step_s
+        if begun_at is not None and steps:
+            step_s = (now - begun_at) / steps
+        assert self._stop_by is not None
+        if not self._asked and (step_s is None or now + step_s * (self._every - steps) > self._stop_by):
             self._asked = True
             self.session.fit.agreement.request(_SOON, {}, Needs.TRAINING)
 

@@ -210,7 +210,8 @@ class HangWatch(Participant):
         """Injects the fault that is due, and pings the ranks."""
         if self._faults is not None:
             self._faults.at_step(step)
-        if self._options.health_check_interval_steps and self.session.fit.trainer.world_size > 1:
+        is_asked = self._options.health_check_interval_steps and self.session.fit.trainer.world_size > 1
+        if is_asked and not self.session.trains_apart:  # else they come at different times, and meet to exchange
             self._ping()
 
     def on_raised(self) -> None:

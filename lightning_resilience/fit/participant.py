@@ -9,7 +9,7 @@ Training boundary
     ``skips_batch``, ``before_batch``.
 Training batch
     ``batch_ready``, ``on_train_batch_start`` of all callbacks, ``batch_begins``, the optimizer step, ``batch_done``,
-    ``on_train_batch_end``.
+    ``before_batch_end``, ``on_train_batch_end``.
 Evaluation
     ``before_evaluation``; with each batch ``on_event``.
 End of an epoch
@@ -122,6 +122,9 @@ class Participant:
     def batch_done(self) -> None:
         """They have been made; before any hook of the batch's end."""
 
+    def before_batch_end(self) -> None:
+        """After every ``batch_done``. Collectives are allowed where all ranks decide the same."""
+
     def ranks_agree(self) -> bool:
         """Whether all ranks hold the same at this boundary, as they do where gradients are reduced in every step."""
         return True
@@ -225,6 +228,7 @@ class StepCalls(NamedTuple):
     batch_ready: tuple[Callable[[], None], ...]
     batch_begins: tuple[Callable[[], None], ...]
     batch_done: tuple[Callable[[], None], ...]
+    before_batch_end: tuple[Callable[[], None], ...]
 
 
 class Participants:
@@ -267,6 +271,7 @@ class Participants:
                 self.implement(Participant.batch_ready),
                 self.implement(Participant.batch_begins),
                 self.implement(Participant.batch_done),
+                self.implement(Participant.before_batch_end),
             )
         return calls
 

@@ -108,8 +108,7 @@ class FitSession:
         self._running = False
         self._rollback_request: tuple[int, Callable[[], None], bool] | None = None
         self._own_callbacks: Any = None
-        self._step_before: int | None = None
-        self._steps_are_seen = False
+        self._behind_step = lightning_progress.BehindStep()
         self._warm = False
         self._clean = False
         self._in_batch = False
@@ -221,7 +220,7 @@ class FitSession:
         trainer, patches, calls = self.fit.trainer, self.fit.patches, self.fit.participants.in_step()
         ready = self._batch_ready if calls.batch_ready else None
         begins = self._batch_begins if calls.batch_begins else None
-        if ready or begins or calls.batch_done:
+        if ready or begins or calls.batch_done or calls.before_batch_end:
             lightning_steps.on_batch(trainer, patches, ready, begins, self._batch_done)
         self._ranks_agree = self.fit.participants.implement(Participant.ranks_agree)
         if self._splits_steps:
@@ -276,11 +275,9 @@ class FitSession:
             park.begun()
         self.exact.at_boundary()
         is_whole = clean = lightning_progress.accumulation_window_complete(fit.trainer) and (
-            fit.module.automatic_optimization or self._is_behind_a_step(step)
+            fit.module.automatic_optimization or self._behind_step.at(step)
         )
-        for ranks_agree in self._ranks_agree:
-            clean = clean and ranks_agree()
-        self._clean = clean
+        self._clean = clean = clean and (not self._ranks_agree or self.ranks_agree())
         for event in fit.agreement.boundary(position, _CLEAN_TRAINING if clean else Needs.TRAINING):
             self._act(event)
         if self._rollback_request is not None:
@@ -320,17 +317,23 @@ class FitSession:
     def _batch_done(self) -> None:
         if self._in_batch:
             self._in_batch = False
-            for batch_done in self.fit.participants.in_step().batch_done:
+            calls = self.fit.participants.in_step()
+            for batch_done in calls.batch_done:
                 batch_done()
+            for before_batch_end in calls.before_batch_end:
+                before_batch_end()
 
     def _may_save(self) -> bool:
         return self._clean and not self.fit.saves_paused
 
-    def _is_behind_a_step(self, step: int) -> bool:
-        """Whether the last batch has made a step: manual optimization may accumulate gradients."""
-        before, self._step_before = self._step_before, step
-        self._steps_are_seen |= before not in (None, step)  # optimizers without Lightning's wrapper are not counted
-        return before != step or not self._steps_are_seen
+    def ranks_agree(self) -> bool:
+        """Whether all ranks hold the same, as they always do unless they train apart."""
+        return all(ranks_agree() for ranks_agree in self._ranks_agree)
+
+    @property
+    def trains_apart(self) -> bool:
+        """Whether there are times at which they do not."""
+        return bool(self._ranks_agree)
 
     def _before_epoch(self) -> None:
         if self._is_training:
@@ -339,11 +342,12 @@ class FitSession:
 
     def _end_of_epoch(self) -> None:
         if self._is_training:
+            would_agree = self.ranks_agree()  # also if the epoch went on
             for at_end_of_epoch in self.fit.participants.implement(Participant.at_end_of_epoch):
                 at_end_of_epoch()
             self.fit.time.enter(time_account.CALLBACKS)
             self.saver.at_end_of_epoch()
-            self._ending.end_of_epoch()
+            self._ending.end_of_epoch(would_agree)
             self.fit.enter("out_of_section")
 
     def _evaluation_start(self) -> None:
@@ -352,10 +356,11 @@ class FitSession:
             self.fit.enter("setup" if trainer.sanity_checking else "out_of_section")
             if not trainer.sanity_checking:
                 self.fit.time.enter(time_account.VALIDATION)
+                would_agree = self.ranks_agree()
                 for before_evaluation in self.fit.participants.implement(Participant.before_evaluation):
                     before_evaluation()
             self.exact.evaluation_starts()
-            if not trainer.sanity_checking and lightning_limits.is_cut_short(trainer):
+            if not trainer.sanity_checking and would_agree and lightning_limits.is_cut_short(trainer):
                 self._ending.keep_before_the_end()
 
     def _evaluation_boundary(self, loader: int, index: int) -> None:
@@ -381,7 +386,8 @@ class FitSession:
             self._act(event)
 
     def _act(self, event: Event) -> None:
-        self.fit.agreement.arrive(event)
+        # Ranks that train apart may be a long way apart, and this one is not stuck.
+        self.fit.agreement.arrive(event, self.fit.advanced if self._ranks_agree else lambda: None)
         for on_event in self.fit.participants.implement(Participant.on_event):
             on_event(event)
 
@@ -446,7 +452,7 @@ class FitSession:
         self.exact.loading.undo()
         lightning_loops.reset_loops(fit.trainer, fit.module)
         self.exact.reset()
-        self._step_before = None
+        self._behind_step = lightning_progress.BehindStep()
         self._restorer.restore_from(choice)
         lightning_checkpoints.restore_training_state(fit.trainer)
         fit.counted_before += counted + 1 - fit.steps_counted

@@ -64,6 +64,7 @@ _REPLACE = "replace stragglers"
 _STATE_KEY = "stragglers"
 _MIN_STEPS = 10  # in a report: what is typical of less is noise
 _ENDS_AFTER = 2  # reports in a row: one may have met a moment of the script's own work
+_SAVES_WITHIN_S = 60.0
 _MAX_NAMED = 100  # that are named in one line or event
 
 
@@ -407,6 +408,9 @@ class StragglerReports(Participant):
                     reason=what["reason"],
                 )
             )
+        if self.session.trains_apart and not fit.saves_paused:  # what they do together is saved before, not done again
+            for save_locally in fit.participants.implement(Participant.save_locally):
+                save_locally("replacement", _SAVES_WITHIN_S)
         if fit.rank in what["ranks"]:
             self._makes_room_behind = fit.trainer.global_step
 
