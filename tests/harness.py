@@ -277,9 +277,10 @@ def _of_batch(line: list[Any]) -> Iterator[tuple[str, Any]]:
 
 def _of_log(line: list[Any]) -> Iterator[tuple[str, Any]]:
     _, _, step, metrics = line
+    if any(name.startswith("resilience/") for name in metrics):  # of the run, they say how it was disturbed
+        return
     for name, value in metrics.items():
-        if not name.startswith("resilience/"):  # metrics of the run, which say how it was disturbed
-            yield f"step {step:4}, {name}", value
+        yield f"step {step:4}, {name}", value
 
 
 def command(config: dict[str, Any]) -> list[str]:

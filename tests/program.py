@@ -147,6 +147,7 @@ DEFAULTS: dict[str, Any] = {
     "flips": [],  # {"step": 23, "rank": 1, "what": "weight", "bit": 12}, or "moment", "nan", "anything" with a "seed"
     "lbfgs": False,
     "asks_early": False,  # the module's setup needs the number of steps, hence the data
+    "logs_at_end": False,  # of the epoch, and meets the other ranks only there
     "logs_once": False,  # values that only the second batch of an epoch has
     "changes_batch": False,  # a step takes its batch apart
     "drifts": False,  # the ranks change their weights in ways of their own
@@ -494,7 +495,7 @@ class Module(L.LightningModule):
                 self.log(f"once_{reduce}", loss.detach(), **options)
             self.log("once_of_rank", loss.detach(), on_step=False, on_epoch=True)
         self.log("train_metric", self.metric, on_step=False, on_epoch=True)
-        self.log("train_loss", loss, on_step=True, on_epoch=True, sync_dist=True)
+        self.log("train_loss", loss, on_step=not self.config["logs_at_end"], on_epoch=True, sync_dist=True)
         if self.config["manual"]:
             optimizer = self.optimizers()
             window = 3 if self.config["manual"] == "accumulate" else 1

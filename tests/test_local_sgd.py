@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_resilience import LocalSGD, NaNGuard, averaging
 from lightning_resilience._lightning import lightning_strategies
 from lightning_resilience.agreement import PeerLost
-from lightning_resilience.averaging import OuterStep, RanksDiffer, average, average_numbers, differing, kept_by, meet
+from lightning_resilience.averaging import OuterStep, RanksDiffer, average, average_numbers, differing, meet
 from lightning_resilience.fit.exchanges import Exchanges
 from lightning_resilience.fit.numerics_policy import NumericsPolicy
 from lightning_resilience.run.run_directory import RunDirectory
@@ -266,7 +266,12 @@ class Odd(L.LightningModule):
 
     def on_train_batch_end(self, *args: Any) -> None:
         optimizer = self.trainer.optimizers[0]
-        kept = {name: container[key] for name, container, key in kept_by([optimizer])}
+        kept = {
+            f"{name}.{key}": value[0] if isinstance(value, list) else value
+            for name, each in self.named_parameters()
+            for key, value in optimizer.state.get(each, {}).items()
+        }
+        kept["losses"] = cast(Any, optimizer.state).get("losses", 0.0)
         average = [each for each in cast(Any, self.trainer).callbacks if isinstance(each, EMAWeightAveraging)]
         weights = average[0]._average_model.state_dict() if average else {}
         self.seen.append(copy.deepcopy({**self.state_dict(), **kept, **{f"ema {k}": v for k, v in weights.items()}}))
@@ -424,6 +429,7 @@ OPTIONS: dict[str, Any] = {
     "callbacks": ["preemption", "auto_resume", "local_sgd"],
     "local_sgd": {"exchange_every": 5, "outer": True},
     "save_every": 1,
+    "logs_at_end": True,  # as ranks do that do not wait for each other
 }
 
 
@@ -475,32 +481,51 @@ def test_local_checkpoints_and_comparisons_are_behind_exchanges(tmp_path: Path) 
     assert "hold" not in output
 
 
-def test_a_stop_that_cannot_wait_exchanges_ahead_of_time(tmp_path: Path) -> None:
-    options = {**OPTIONS, "local_sgd": {"exchange_every": 1000}, "step_s": 0.3, "grace_period_s": 10.0}
-    options["trainer"] = {"devices": 2, "max_epochs": 1, "limit_train_batches": 16}
-    events = [{"at": "train", "step": 5, "rank": 1, "do": "SIGTERM", "once": True}]
+SLOW = [{"at": "train", "step": step, "do": "sleep", "seconds": 1.0} for step in range(6, 32)]
+
+
+@pytest.mark.parametrize(
+    ("step", "every", "step_s", "slow"),
+    [
+        pytest.param(5, 1000, 0.3, [], id="in the middle"),
+        pytest.param(12, 12, 0.5, [], id="right behind an exchange"),
+        pytest.param(5, 30, 0.02, SLOW, id="steps become slow"),
+    ],
+)
+def test_a_stop_that_cannot_wait_exchanges_ahead_of_time(
+    tmp_path: Path, step: int, every: int, step_s: float, slow: list[dict[str, Any]]
+) -> None:
+    options: dict[str, Any] = {
+        **OPTIONS,
+        "local_sgd": {"exchange_every": every},
+        "step_s": step_s,
+        "grace_period_s": 10.0,
+        "trainer": {"devices": 2, "max_epochs": 1},
+    }
+    events = [{"at": "train", "step": step, "rank": 1, "do": "SIGTERM", "once": True}, *slow]
     config = make(tmp_path, "run", events=events, batches=60, **{**options, "save_every": 1000})
     config["trainer"]["limit_train_batches"] = 60
     codes, output = run(config, tmp_path / "run")
     assert set(codes) == {0}, output
     assert "The ranks exchange ahead of time" in output
-    config["trainer"]["limit_train_batches"] = 10
+    config["trainer"]["limit_train_batches"], config["events"] = 20, []
     codes, output = run(config, tmp_path / "run")
     assert set(codes) == {0}, output
     (resumed,) = [each for each in read_ledger(RunDirectory(config["run_dir"]).ledger) if each["event"] == "resumed"]
-    assert 6 <= resumed["step"] <= 9
+    assert step < resumed["step"] <= step + 4
 
 
-@pytest.mark.parametrize("by_step", [True, False])
-def test_who_waits_long_for_the_others_does_not_hang(tmp_path: Path, by_step: bool) -> None:
+@pytest.mark.parametrize("by_exchange", [True, False])
+def test_who_waits_long_for_the_others_does_not_hang(tmp_path: Path, by_exchange: bool) -> None:
     """Where they exchange, and where they are to act on something before that."""
     limits = "setup:60,step:3,validation:30,checkpointing:30,out_of_section:3"
-    slow = [{"at": "train", "step": step, "rank": 1, "do": "sleep", "seconds": 0.6} for step in range(4, 14)]
+    slow = [{"at": "train", "step": step, "rank": 1, "do": "sleep", "seconds": 0.8} for step in range(4, 14)]
     options: dict[str, Any] = {
         **OPTIONS,
         "callbacks": ["fault_tolerance", "auto_resume", "straggler_detection", "local_sgd"],
         "fault_tolerance": {"section_timeouts": limits, "calculate_timeouts": False},
-        "straggler_detection": {"report_time_interval": 300.0 if by_step else 0.5},
+        "straggler_detection": {"report_time_interval": 300.0 if by_exchange else 2.0},
+        "step_s": 0.2,
         "local_sgd": {"exchange_every": 15},
     }
     options["trainer"] = {"devices": 2, "max_epochs": 1}
