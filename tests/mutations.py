@@ -1351,6 +1351,20 @@ GUARDS = [
         "            for before_batch_end in ():",
         "tests/test_local_sgd.py::test_ranks_exchange_what_a_skipped_step_has_left",
     ),
+    Guard(
+        "what ranks that train apart do together is saved before one makes room",
+        "fit/straggler_reports.py",
+        '                save_locally("replacement", _SAVES_WITHIN_S)\n',
+        "                pass\n",
+        "tests/test_replace_stragglers.py::test_ranks_that_train_apart_lose_nothing_by_it",
+    ),
+    Guard(
+        "ranks that exchange only because of a limit save nothing there that a longer fit goes on from",
+        "fit/session.py",
+        "self._ending.end_of_epoch(would_agree)",
+        "self._ending.end_of_epoch(True)",
+        "tests/test_local_sgd.py::test_a_fit_that_a_limit_has_ended_goes_on_from_an_exchange_that_was_due",
+    ),
 ]
 
 

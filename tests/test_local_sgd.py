@@ -465,6 +465,28 @@ def test_a_disturbed_run_ends_as_the_undisturbed_one(
     assert int(resumed) in exchanges, output
 
 
+@pytest.mark.parametrize("save_every", [1, 1000])
+def test_a_fit_that_a_limit_has_ended_goes_on_from_an_exchange_that_was_due(tmp_path: Path, save_every: int) -> None:
+    """At its limit the ranks exchange, as they would not have if it had gone on."""
+    options = {**OPTIONS, "save_every": save_every}
+    options["trainer"] = {"devices": 2, "max_steps": 7, "max_epochs": -1}
+    config = make(tmp_path, "run", **options)
+    codes, output = run(config, tmp_path / "run")
+    assert set(codes) == {0}, output
+    config["trainer"]["max_steps"] = 14
+    codes, output = run(config, tmp_path / "run")
+    assert set(codes) == {0}, output
+    resumed = [each for each in read_ledger(RunDirectory(config["run_dir"]).ledger) if each["event"] == "resumed"]
+    options["trainer"] = dict(config["trainer"])
+    is_exact = result(config) == result(reference(**options))
+    if save_every == 1:
+        assert is_exact
+        assert [each["step"] for each in resumed] == [5]
+    else:
+        assert not is_exact
+        assert "which is not exact: its last epoch was cut short" in output
+
+
 def test_local_checkpoints_and_comparisons_are_behind_exchanges(tmp_path: Path) -> None:
     """Ranks that train apart are no divergence, and what each one keeps belongs together."""
     options: dict[str, Any] = {

@@ -55,6 +55,19 @@ def test_a_slow_process_is_replaced_by_another_one(tmp_path: Path, rank: int) ->
 
 
 @pytest.mark.slow
+def test_ranks_that_train_apart_lose_nothing_by_it(tmp_path: Path) -> None:
+    """Only behind an exchange do they know what another process can go on from: it is saved before it is needed."""
+    more = options(2, stop_if_detected=False)
+    more["callbacks"] += ["local_sgd"]
+    more |= {"local_sgd": {"exchange_every": 5}, "logs_at_end": True, "local": {"every_n_train_steps": 1000}}
+    config, output = launched(tmp_path, 2, slow(1, life=0), "--replace-stragglers", **more, save_every=1000)
+    [change] = found_in(config, "stragglers_replaced")
+    assert replaced(config) == [[1]]
+    [gone_back] = re.findall(r"Resuming from step (\d+) \(local checkpoint", output)
+    assert int(gone_back) == change["step"], output
+
+
+@pytest.mark.slow
 def test_a_place_that_is_slow_is_given_up_once(tmp_path: Path) -> None:
     """The new process is as slow: on one node there is nothing better."""
     config, output = launched(tmp_path, 2, slow(1), "--replace-stragglers", **options(2))
