@@ -4,9 +4,10 @@ Separate runs differ by more than the callbacks cost. Every variant is measured 
 against the steps of that run in which it is off; the lower quartiles are compared, since other work on the machine only
 makes steps slower, and main-thread CPU time is shown beside. The first row is a callback without any hook, for which
 Lightning calls all of them nevertheless; the second one is the account of time alone, which each of the following has;
-the last one is NVRx's own fault-tolerance callback, under its rank monitor.
+the third one is what of it there is where an accelerator makes the steps; the last one is NVRx's own fault-tolerance
+callback, under its rank monitor.
 
-    python benchmarks/overhead.py [--steps 4000] [--repeat 3]
+    python benchmarks/overhead.py [--steps 4000] [--repeat 3] [--only WORDS]
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest.mock import patch
 
 import lightning.pytorch as L
 import torch
@@ -37,6 +39,7 @@ from lightning_resilience.fit.session import FitSession
 
 TOGGLE = 10
 ACCOUNT = "the account of time"
+ON_DEVICE = "the same, as with an accelerator"  # whose steps are not split by the host's time
 BACKWARD = torch.autograd.backward
 
 
@@ -107,10 +110,10 @@ def ours_on(trainer: L.Trainer, on: bool) -> None:
         (trainer.strategy, "backward"),
         (trainer.precision_plugin, "pre_backward"),
     ):
-        patch = vars(fit).setdefault(f"_benchmark_{name}", vars(owner).get(name))
+        patched = vars(fit).setdefault(f"_benchmark_{name}", vars(owner).get(name))
         vars(owner).pop(name, None)
-        if on and patch is not None:
-            setattr(owner, name, patch)
+        if on and patched is not None:
+            setattr(owner, name, patched)
     account_on(trainer, on)
     backward = vars(fit).setdefault("_benchmark_waits", torch.autograd.backward)
     torch.autograd.backward = backward if on else BACKWARD
@@ -194,6 +197,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=4000)
     parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--only", default="", help="rows whose names contain this")
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
@@ -202,6 +206,7 @@ def main() -> None:
     ours: dict[str, Callable[[], list[L.Callback]]] = {
         "an empty Callback": lambda: [L.Callback()],
         ACCOUNT: lambda: [Preemption()],
+        ON_DEVICE: lambda: [Preemption()],
         "Preemption": lambda: [Preemption()],
         "AutoResume": lambda: [AutoResume()],
         "FaultTolerance": lambda: [FaultTolerance(autoresume=False)],
@@ -227,8 +232,11 @@ def main() -> None:
     }
     rows: list[tuple[str, float, float, float]] = []
     for name, make in ours.items():
-        set_on = account_on if name == ACCOUNT else ours_on
-        rows.append(row(name, [measure(make, arguments.steps, set_on) for _ in range(arguments.repeat)]))
+        if arguments.only not in name:
+            continue
+        set_on = account_on if name in (ACCOUNT, ON_DEVICE) else ours_on
+        with patch.object(FitSession, "_splits_steps", name != ON_DEVICE):
+            rows.append(row(name, [measure(make, arguments.steps, set_on) for _ in range(arguments.repeat)]))
     with rank_monitor() as running:
         if running:
             # Its sections wrap the strategy's step: taking the callback out leaves those in place, so they are
