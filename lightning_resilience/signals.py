@@ -217,6 +217,11 @@ class SignalListener:
             self._subscriber = self._before_exit = None
         self.give_back()
 
+    def await_another(self) -> None:
+        """What was received is for somebody else to decide on, and the next signal is the first; its time has begun."""
+        with self._lock:
+            self.received = None
+
     def start_grace_period(self) -> None:
         """Starts the grace period, also on a rank that stops because another one got the signal."""
         with self._lock:

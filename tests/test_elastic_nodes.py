@@ -34,6 +34,7 @@ from lightning_resilience.launch.node_line import Line
 from lightning_resilience.launch.nodes import BOARD, Board, Plan, Pulse
 from lightning_resilience.launch.other_nodes import OtherNodes, numbered
 from lightning_resilience.run import deadlines
+from lightning_resilience.run.deadlines import STOP_IS_DECIDED_WITHIN_S
 from lightning_resilience.run.ledger import node_name
 from lightning_resilience.run.run_directory import RunDirectory
 from tests import test_absent_ranks
@@ -546,14 +547,22 @@ def test_all_ranks_are_started_again_when_a_killed_launch_of_a_node_is_back(tmp_
 
 
 @pytest.mark.campaign
-def test_a_stop_of_the_other_node_saves_and_ends_both(tmp_path: Path) -> None:
+@pytest.mark.parametrize("what", ["launch", "rank", "rank, and they might go on without"])
+def test_a_stop_of_the_other_node_saves_and_ends_both(tmp_path: Path, what: str) -> None:
+    """Whether its launch was told, or one of its ranks alone."""
     is_stopped, output = tmp_path / "stopped", tmp_path / "output"
     options = {**OPTIONS, "trainer": {"devices": 1, "num_nodes": 2}}
-    event = {"at": "train", "step": 13, "do": "sleep", "seconds": 0.5, "after_file": str(is_stopped), "once": True}
-    config = make(tmp_path, "disturbed", events=[{**event, "within_s": 100.0}], **options)
-    nodes = start_nodes(config, 1, output)
+    goes_on = what.endswith("without")
+    # With go-on the rank waits for what its launch has to say: not beyond the end of the training.
+    event = {"at": "train", "step": 13, "rank": 0, "do": "sleep", "after_file": str(is_stopped), "once": True}
+    waits = {**event, "seconds": STOP_IS_DECIDED_WITHIN_S + 1.0 if goes_on else 0.5, "within_s": 100.0}
+    config = make(tmp_path, "disturbed", events=[waits], **options)
+    nodes = start_nodes(config, 1, output, "--spares=off", *(["--when-lost=go-on"] if goes_on else []))
     wait_until(lambda: any(each["step"] == 10 for each in events_of(config, "saved")), within_s=100.0)
-    nodes[1].send_signal(signal.SIGTERM)
+    there = psutil.Process(nodes[1].pid).children(recursive=True)
+    of_rank = {each.pid for each in there if each.environ().get("RANK") == "1"}
+    [other] = [each for each in there if each.pid in of_rank and each.ppid() not in of_rank]
+    (nodes[1] if what == "launch" else other).send_signal(signal.SIGTERM)
     is_stopped.touch()
     assert [finish(node, output) for node in nodes] == [75, 75], output.read_text()
     outcome = RunDirectory(config["run_dir"]).fit(0).outcome
@@ -563,10 +572,17 @@ def test_a_stop_of_the_other_node_saves_and_ends_both(tmp_path: Path) -> None:
     assert (result(config), samples(config)) == undisturbed(tmp_path, **options), output.read_text()
 
 
-@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM], ids=["killed", "told to stop"])
+@pytest.mark.parametrize(
+    ("signum", "what"),
+    [
+        pytest.param(signal.SIGKILL, "launch", id="killed"),
+        pytest.param(signal.SIGTERM, "launch", id="told to stop"),
+        pytest.param(signal.SIGTERM, "all", id="all its processes are told to stop, as by Slurm"),
+    ],
+)
 @pytest.mark.slow
 def test_the_first_node_trains_on_while_the_other_is_away_and_takes_its_ranks_in(
-    tmp_path: Path, signum: signal.Signals
+    tmp_path: Path, signum: signal.Signals, what: str
 ) -> None:
     options: dict[str, Any] = {"trainer": {"max_epochs": 3}}
     config = with_ranks(make(tmp_path, "disturbed", **options), 3)
@@ -586,7 +602,10 @@ def test_the_first_node_trains_on_while_the_other_is_away_and_takes_its_ranks_in
     )
     try:
         wait_until(lambda: any(event["step"] == 10 for event in events_of(config, "saved")), within_s=100.0)
+        there = psutil.Process(nodes[1].pid).children(recursive=True) if what == "all" else []
         nodes[1].send_signal(signum)
+        for process in there:
+            process.send_signal(signum)
         assert nodes[1].wait(100.0) == (-signum if signum == signal.SIGKILL else 75)
         is_lost.touch()
         wait_until(lambda: len(events_of(config, "replaced")) == 1, within_s=100.0)

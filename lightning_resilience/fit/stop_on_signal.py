@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import threading
 import weakref
 from collections.abc import Callable
+from functools import partial
 
 from lightning_resilience import signals
 from lightning_resilience._lightning import lightning_signals
@@ -14,7 +16,9 @@ from lightning_resilience._output import guard_streams
 from lightning_resilience.agreement_protocol import Event, Needs
 from lightning_resilience.fit.participant import Participant
 from lightning_resilience.fit.session import FitSession
+from lightning_resilience.launch import membership
 from lightning_resilience.launch.schedulers import current_scheduler
+from lightning_resilience.run.deadlines import STOP_IS_DECIDED_WITHIN_S
 from lightning_resilience.run.events import FitInterrupted, SignalReceived
 from lightning_resilience.run.history import read_history
 from lightning_resilience.run.run_directory import NOT_SHOWN, RUN_DIR_VARIABLE
@@ -58,7 +62,13 @@ class StopOnSignal(Participant):
         restore = listener.take_over, listener.handle
         lightning_signals.keep_signal_handlers(session.fit.trainer, session.fit.patches, listener.signums, *restore)
         self._requeue_signal = lightning_signals.requeue_signal(session.fit.trainer)
-        listener.subscribe(self._request, before_exit=self._end_now)
+        self._timer: threading.Timer | None = None
+        self._line = membership.current()
+        listener.subscribe(self._on_signal, before_exit=self._end_now)
+        if self._line is not None:
+            self._line.stop = partial(self._request, signal.SIGTERM)
+            if self._line.is_stopping:
+                self._line.stop()
 
     def start(self) -> None:
         """Warns if the grace period is too short for a save."""
@@ -101,6 +111,10 @@ class StopOnSignal(Participant):
 
     def leave(self) -> None:
         """Restores output and handlers."""
+        if self._line is not None:
+            self._line.stop = lambda: None
+        if self._timer is not None:
+            self._timer.cancel()
         try:
             # The process ends with this exception, unless the script catches it.
             if (interrupted := self.session.interrupted_by()) is not None:
@@ -109,6 +123,19 @@ class StopOnSignal(Participant):
                 self._release_output()
         finally:
             self._release()
+
+    def _on_signal(self, signum: signal.Signals) -> None:
+        if self._line is None or not self._line.is_told_who_stops or signum not in (signal.SIGTERM, signal.SIGINT):
+            return self._request(signum)
+        self._listener.await_another()  # that of the launch
+        self._timer = threading.Timer(STOP_IS_DECIDED_WITHIN_S, self._request_if_untold, (signum,))
+        self._timer.daemon = True
+        self._timer.start()
+
+    def _request_if_untold(self, signum: signal.Signals) -> None:
+        """The launch has heard nothing: the signal was for this rank alone."""
+        if self._line is not None and self._line.is_told_who_stops:
+            self._request(signum)
 
     def _request(self, signum: signal.Signals) -> None:
         fit, payload = self.session.fit, {"signum": int(signum), "requeue": signum == self._requeue_signal}

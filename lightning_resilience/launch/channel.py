@@ -20,6 +20,7 @@ kind        from -> to                  meaning, and its other fields
                                         left the fit, to enter it again), ``waiting`` (at the door, to be taken into a
                                         generation), ``done``; ``generation``: in which it is
 ``saved``   rank -> ``--elastic``       there is a state to go back to
+``stop``    ``--elastic`` -> rank       all ranks save and end; of several nodes, and SIGTERM follows
 ``replace`` ``--elastic`` -> rank       another generation begins: ``lost``: how each rank that was lost has ended;
                                         ``generation``: its number; ``port``: of its store; ``members``: who is in it
 ``restart`` ``--elastic`` -> rank       all ranks are ended and started again

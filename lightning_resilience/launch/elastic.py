@@ -44,7 +44,7 @@ from lightning_resilience.run import deadlines
 from lightning_resilience.run.events import RanksReplaced
 from lightning_resilience.run.history import read_history
 from lightning_resilience.run.ledger import Ledger
-from lightning_resilience.run.run_directory import JOINS_VARIABLE, RUN_DIR_VARIABLE, RunDirectory
+from lightning_resilience.run.run_directory import ELASTIC_VARIABLE, JOINS_VARIABLE, RUN_DIR_VARIABLE, RunDirectory
 
 _POLL_WITHOUT_PIDFD_S = 0.01
 _RECORDED_WITHIN_S = 1.0
@@ -221,6 +221,8 @@ class Supervisor:
 
     def send_signal(self, ranks: Collection[int], signum: signal.Signals) -> None:
         """See :class:`~lightning_resilience.launch.newcomers.Ranks`."""
+        if self._others is not None and self._policy.is_stopping and signum == signal.SIGTERM:
+            self.tell(ranks, "stop")  # else they take it for one of a scheduler, perhaps to their node alone
         for rank in ranks:
             self._processes[rank].send_signal(signum)
 
@@ -276,6 +278,7 @@ class Supervisor:
             "MASTER_PORT": str(self._port),
             "TORCHELASTIC_RESTART_COUNT": str(generation),
             "TORCHELASTIC_MAX_RESTARTS": str(self._max_restarts),
+            ELASTIC_VARIABLE: "go_on" if self._goes_on else "hold",
         }
         if is_newcomer:
             # It is in no generation, and what is named after it must not meet that of a member: a port of its own, at

@@ -39,7 +39,7 @@ _OF_A_RANK = (
     *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE", "GROUP_WORLD_SIZE"),
     *("MASTER_ADDR", "MASTER_PORT"),
     *("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS"),
-    JOINS_VARIABLE,
+    *(ELASTIC_VARIABLE, JOINS_VARIABLE),
 )
 
 
@@ -59,7 +59,6 @@ def rank_environment(own: Mapping[str, str], count: int, run_id: str) -> dict[st
         "TORCHELASTIC_RUN_ID": run_id,
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # there is one for each generation
-        ELASTIC_VARIABLE: "1",
     }
     return {**defaults, **nccl.ENVIRONMENT, **os.environ, **own, **always}
 

@@ -64,6 +64,8 @@ class Membership:
         slots: Those of all ranks.
         members: Those of the ranks of its generation, in their order.
         cut: Called in the thread of the channel when a rank was lost: frees a main thread that waits for it.
+        stop: Called in the thread of the channel when all ranks are to save and end.
+        is_stopping: Whether they are.
         begin_generation: Called in the main thread when a generation begins.
     """
 
@@ -73,6 +75,8 @@ class Membership:
         self.slots = self.members = tuple(range(int(os.environ.get("WORLD_SIZE", "1"))))
         self._on_a_node = int(os.environ.get("LOCAL_WORLD_SIZE", str(len(self.slots))))
         self.cut: Callable[[], None] = lambda: None
+        self.stop: Callable[[], None] = lambda: None
+        self.is_stopping = False
         self.begin_generation: Callable[[], None] = lambda: None
         self._pid = os.getpid()
         self._channel = channel
@@ -131,11 +135,25 @@ class Membership:
         """Tells the supervisor the state of this rank; for any thread."""
         self._channel.send("state", state=state, generation=self.generation, reason=reason, fewer=fewer, tasks=tasks)
 
+    @property
+    def is_told_who_stops(self) -> bool:
+        """Whether a signal may be for the node of this rank alone, without which the others go on.
+
+        A scheduler sends it to all processes of a node. The supervisor knows which nodes were told to stop, and says
+        whether all stop; or this node leaves, and its ranks end.
+        """
+        is_ending = self.is_stopping or self.is_over or self._restarts
+        goes_on = os.environ[ELASTIC_VARIABLE] == "go_on"
+        return goes_on and len(self.slots) > self._on_a_node and not is_ending
+
     def say_saved(self) -> None:
         """Tells the supervisor that there is a state to go back to; for any thread."""
         self._channel.send("saved")
 
     def _take(self, message: Message) -> None:
+        if message.kind == "stop":
+            self.is_stopping = True
+            return self.stop()
         self._announced = message.fields.get("generation", sys.maxsize)
         self.cut()  # before the main thread can know of it, and open the next group
         with self._news:
@@ -147,6 +165,7 @@ class Membership:
             else:
                 self._restarts = True
             self._news.notify_all()
+        return None
 
     def replacement(self, within_s: float = 0.0) -> Replacement | None:
         """The replacement that is due, if there is one; returns at once when the supervisor restarts all ranks.

@@ -215,6 +215,9 @@ NODE_SILENT_AFTER_S = 30.0
 STOP_REACHES_ALL_WITHIN_S = 3.0
 """Of several nodes that are told to stop, the last one hears of it so much later than the first at most."""
 
+STOP_IS_DECIDED_WITHIN_S = STOP_REACHES_ALL_WITHIN_S + 7.0
+"""After a signal to a rank of several nodes its launch, which has got it, too, has said who stops."""
+
 FIRST_NODE_STILL_AFTER_S = 30.0
 """A node that has lost the first one looks for it as long as its decision has moved in so much time."""
 

@@ -67,7 +67,8 @@ WORKER_PID_VARIABLE = "LIGHTNING_RESILIENCE_WORKER_PID"
 search, say) is none of the run's."""
 
 ELASTIC_VARIABLE = "LIGHTNING_RESILIENCE_ELASTIC"
-"""Environment variable of ranks that ``launch --elastic`` has started, and so replaces one by one."""
+"""Environment variable of ranks that ``launch --elastic`` has started, and so replaces one by one: ``hold`` if the
+others wait for the one that is lost, ``go_on`` if they may go on without it."""
 
 REPLACES_STRAGGLERS_VARIABLE = "LIGHTNING_RESILIENCE_REPLACE_STRAGGLERS"
 """Environment variable of those that it replaces, too, if they are slow."""
