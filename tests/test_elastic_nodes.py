@@ -32,7 +32,7 @@ from lightning_resilience.launch.follower import FirstNodeLost, Follower
 from lightning_resilience.launch.membership import Membership, Replacement
 from lightning_resilience.launch.node_line import Line
 from lightning_resilience.launch.nodes import BOARD, Board, Plan, Pulse
-from lightning_resilience.launch.other_nodes import OtherNodes, numbered
+from lightning_resilience.launch.other_nodes import NodesMissing, OtherNodes, numbered
 from lightning_resilience.run import deadlines
 from lightning_resilience.run.deadlines import STOP_IS_DECIDED_WITHIN_S
 from lightning_resilience.run.ledger import node_name
@@ -62,17 +62,17 @@ class Node:
         ([2, 1], [1, 0]),
         ([None, None], [0, 1]),
         ([None, 1], [1, 0]),  # a spare takes the place that is left
-        ([1], None),
-        ([1, 1], None),
+        ([1], [0, None]),
+        ([1, 1], [1, None]),
+        ([2], [None, 0]),
         ([3, 1], [1, 0]),  # of three nodes one was left out
         ([2, 3], [1, 0]),
         ([None, None, None], [0, 1]),
     ],
 )
-def test_nodes_have_the_numbers_that_they_were_given(given: list[int | None], expected: list[int] | None) -> None:
+def test_nodes_have_the_numbers_that_they_were_given(given: list[int | None], expected: list[int | None]) -> None:
     nodes: list[Any] = [Node(each) for each in given]
-    found = numbered(nodes, 2)
-    assert (found and [nodes.index(each) for each in found]) == expected
+    assert [each and nodes.index(each) for each in numbered(nodes, 2)] == expected
 
 
 def test_the_first_survivor_of_a_node_saves_for_those_that_it_has_lost() -> None:
@@ -98,6 +98,20 @@ def first() -> Iterator[OtherNodes]:
 @pytest.fixture
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(deadlines, "FIRST_NODE_WITHIN_S", 0.3)
+
+
+def test_a_run_that_has_a_state_does_not_wait_for_all_nodes(first: OtherNodes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deadlines, "NODES_AWAITED_S", 0.2)
+    with pytest.raises(NodesMissing, match="0 of 1 other nodes"):
+        first.gather(0.5, lambda: False)
+    first.gather(60.0, lambda: False, least=0)
+    assert [(node.name, node.is_lost) for node in first.nodes] == [("node 1", True)]
+    assert first.nodes[0].start(0, {}).poll() == -signal.SIGKILL
+    line = follower.join(("127.0.0.1", first.port), lambda: SECRET, 1, 2)  # it comes later
+    wait_until(lambda: first._joined)
+    first.readmit()
+    assert [node.is_lost for node in first.nodes] == [False]
+    line.close()
 
 
 @pytest.mark.usefixtures("soon")
@@ -618,6 +632,42 @@ def test_the_first_node_trains_on_while_the_other_is_away_and_takes_its_ranks_in
     changed = [(each["ranks"], each["members"]) for each in events_of(config, "replaced")]
     lost = [1] if signum == signal.SIGKILL else []  # it is no failure
     assert changed == [(lost, [0, 2]), ([], [0, 1, 2])], output.read_text()
+    wanted, steps = test_absent_ranks.undisturbed(tmp_path, 3, **options)
+    assert test_absent_ranks.samples(config["log"]) == steps
+    torch.testing.assert_close(state_at_the_end(config), state_at_the_end(wanted), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.campaign
+def test_a_run_that_all_nodes_have_left_begins_again_with_some_and_takes_in_the_others(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"trainer": {"max_epochs": 3}}
+    config = with_ranks(make(tmp_path, "disturbed", **options), 3)
+    config["trainer"] = {**config["trainer"], "devices": 1, "num_nodes": 3}
+    is_stopped = tmp_path / "stopped"
+    is_back = f"{config['run_dir']}/logs/attempt-5/*"  # behind that of all, of two, and of who comes
+    wait = {"at": "train", "rank": 0, "do": "sleep", "seconds": 0.0, "within_s": 200, "once": True}
+    config["events"] = [
+        {**wait, "step": 13, "after_file": str(is_stopped)},
+        {**wait, "step": 30, "after_file": is_back, "after_s": 15.0},
+    ]
+    more = ("--nnodes=2:3", "--spares=off", "--section-timeouts=step:none")
+    nodes = start_nodes(config, 1, output := tmp_path / "output", *more, count=3)
+    try:
+        wait_until(lambda: any(event["step"] == 10 for event in events_of(config, "saved")), within_s=100.0)
+        for node in nodes:
+            node.send_signal(signal.SIGTERM)
+        is_stopped.touch()
+        assert [finish(node, output) for node in nodes] == [75] * 3, output.read_text()
+        *first_two, third = [node.args for node in nodes]
+        nodes = [start(each, output) for each in first_two]
+        wait_until(lambda: "Not all nodes are there: going on with 2 of 3 ranks" in output.read_text(), within_s=120.0)
+        wait_until(lambda: len(events_of(config, "resumed")) == 1, within_s=100.0)
+        nodes.append(start(third, output))
+        codes = [finish(node, output) for node in nodes]
+    finally:
+        for node in nodes:
+            node.kill()
+    assert codes == [0, 0, 0], output.read_text()
+    assert [(each["ranks"], each["members"]) for each in events_of(config, "replaced")] == [([], [0, 1, 2])]
     wanted, steps = test_absent_ranks.undisturbed(tmp_path, 3, **options)
     assert test_absent_ranks.samples(config["log"]) == steps
     torch.testing.assert_close(state_at_the_end(config), state_at_the_end(wanted), rtol=1e-4, atol=1e-6)

@@ -37,6 +37,7 @@ from lightning_resilience.fit.context import FitContext
 from lightning_resilience.fit.logger_files import Logs
 from lightning_resilience.fit.outcome import FitOutcome
 from lightning_resilience.fit.participant import Stateful
+from lightning_resilience.launch import membership
 from lightning_resilience.run.events import BatchesLeftOut
 from lightning_resilience.run.settings import SHRINK, global_batch
 
@@ -301,6 +302,7 @@ class ExactState:
         if before == 1 and epoch is not None and orders is None:
             reason = "an earlier version has saved it"
         if reason is not None:
+            _check_all_are_there(reason)
             self._was = before, f"{self._was[1]}, and {reason}"
             return None
         kept = Fraction(sizes[0] * before, world) if sizes and sizes[0] else None
@@ -326,6 +328,7 @@ class ExactState:
             different = next(rank for rank, each in enumerate(answers) if each != answers[0])
             raise RuntimeError(f"Ranks 0 and {different} have training data loaders that differ: {answers}.")
         if data.refused is not None:
+            _check_all_are_there(data.refused)
             resumed["mine"], resumed["arrival_order"] = None, None
             self._was = before, f"{what}, and {data.refused}"
             self._data = self._absent = None
@@ -566,3 +569,14 @@ def _with_defaults(own: dict[str, Any]) -> dict[str, Any]:
         "left_out": 0,
     }
     return {**defaults, **own, "metrics": metrics}
+
+
+def _check_all_are_there(reason: str) -> None:
+    """A run that could wait for the others does not go on inexactly without them.
+
+    Args:
+        reason: Why it would be inexact.
+    """
+    line = membership.current()
+    if line is not None and len(line.members) < len(line.slots):
+        raise RuntimeError(f"This fit cannot go on with {len(line.members)} of {len(line.slots)} ranks: {reason}.")

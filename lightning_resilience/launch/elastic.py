@@ -29,7 +29,7 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from types import FrameType
-from typing import Any, TextIO, Union
+from typing import Any, TextIO, TypeVar, Union
 
 from lightning_resilience import _nvrx
 from lightning_resilience._loopback import ADDRESS, listen, serve_store
@@ -42,13 +42,15 @@ from lightning_resilience.launch.other_nodes import NodesMissing, OtherNode, Oth
 from lightning_resilience.launch.spares import SPARES_VARIABLE, Workers
 from lightning_resilience.run import deadlines
 from lightning_resilience.run.events import RanksReplaced
-from lightning_resilience.run.history import read_history
+from lightning_resilience.run.history import History, read_history
 from lightning_resilience.run.ledger import Ledger
 from lightning_resilience.run.run_directory import ELASTIC_VARIABLE, JOINS_VARIABLE, RUN_DIR_VARIABLE, RunDirectory
 
 _POLL_WITHOUT_PIDFD_S = 0.01
 _RECORDED_WITHIN_S = 1.0
 _READ_WITHIN_S = 3.0
+
+_T = TypeVar("_T")
 
 Process = Union["subprocess.Popen[bytes]", RemoteProcess]
 
@@ -91,7 +93,7 @@ class Supervisor:
         self._ledger = ledger
         self._said: queue.SimpleQueue[tuple[Process | None, Message]] = queue.SimpleQueue()
         self._workers = Workers(makes_spares, log, self._put)
-        self._goes_on = when_lost == "go_on"
+        self._goes_on, self._min_ranks = when_lost == "go_on", min_ranks
         self._policy = LossPolicy(self, world_size, max_restarts, term_timeout_s, when_lost, min_ranks)
         self._doors: dict[int, socket.socket] = {}
         self._processes: dict[int, Process] = {}
@@ -113,10 +115,15 @@ class Supervisor:
     def run(self) -> int:
         """Returns 0 if all ranks have ended with 0, else 1."""
         try:
-            self._gather()
+            self._gather(begins=True)
             server = self._open()
-            for rank in range(self._world_size):
-                self._start(rank, generation=0, is_newcomer=False)
+            there = [rank for rank in range(self._world_size) if self.lost_node(rank) is None]
+            if len(there) < self._world_size:
+                log_line(f"Not all nodes are there: going on with {len(there)} of {self._world_size} ranks.")
+                self._policy.begin_with(time.monotonic(), there, self._port)
+            else:
+                for rank in there:
+                    self._start(rank, generation=0, is_newcomer=False)
             self._store = serve_store(deadlines.STORE_WITHIN_S, server)  # imports torch, as the ranks do meanwhile
             while self._policy.result is None:
                 self._policy.step(time.monotonic(), self._look())
@@ -129,9 +136,12 @@ class Supervisor:
             self._others.finish(code)
         return code
 
-    def _gather(self) -> None:
+    def _gather(self, begins: bool = False) -> None:
+        """Waits for the other nodes; at the beginning not for all, where there is a state and some are enough."""
         if self._others is not None:
-            self._others.gather(deadlines.FIRST_NODE_WITHIN_S, lambda: self._policy.is_stopping)
+            may_begin = begins and self._goes_on and self._read(lambda history: history.verified_step is not None)
+            least = -(-self._min_ranks // self._count) - 1 if may_begin else None
+            self._others.gather(deadlines.FIRST_NODE_WITHIN_S, lambda: self._policy.is_stopping, least)
 
     def _open(self) -> socket.socket:
         server = listen() if self._others is None else other_nodes.listen(self._others.host)
@@ -189,7 +199,7 @@ class Supervisor:
             within_s = deadlines.FIRST_NODE_WITHIN_S
             log_line(f"Lost {', '.join(sorted(lost))}: waiting up to {within_s:.0f} s for a launch in its place.")
             self._gather()
-        self._workers.ended(*(rank for rank in ranks if rank < self._count))
+        self._workers.ended(*(rank for rank in ranks if rank < self._count and rank in self._processes))
         for number, node in enumerate(self._others.nodes if self._others is not None else [], 1):
             if here := [local for rank in ranks for group, local in [self._place(rank)] if group == number]:
                 node.clear(here)
@@ -228,19 +238,20 @@ class Supervisor:
 
     def restarts_left(self) -> int:
         """See :class:`~lightning_resilience.launch.newcomers.Ranks`."""
-        left = [0]
 
-        def ask() -> None:
-            history = read_history(self._ledger.path)
+        def ask(history: History) -> int:
             decision = budget_of(history).decide(history, time.time())
-            if decision.action == "start":
-                left[0] = decision.max_restarts
+            return decision.max_restarts if decision.action == "start" else 0
 
-        # In a thread: the storage may not answer. Then all ranks end, and the launch asks it.
-        thread = threading.Thread(target=ask, daemon=True)
+        return self._read(ask) or 0  # if it cannot be read all ranks end, and the launch asks it
+
+    def _read(self, ask: Callable[[History], _T]) -> _T | None:
+        """What the history of the run answers; in a thread, since the storage may not."""
+        answers: list[_T] = []
+        thread = threading.Thread(target=lambda: answers.append(ask(read_history(self._ledger.path))), daemon=True)
         thread.start()
         thread.join(_READ_WITHIN_S)
-        return left[0]
+        return answers[0] if answers else None
 
     def record(
         self, lost: Mapping[int, str], generation: int, members: Collection[int] | None, kept: Collection[int]

@@ -445,7 +445,20 @@ class LossPolicy:
         self._newcomers.forget()
         port = self._ranks.open_store()
         self._ranks.close_old_store()
-        members = self._members_after_restart()
+        self._start_all(now, self._members_after_restart(), port)
+
+    def begin_with(self, now: float, members: list[int], port: int) -> None:
+        """Begins with some of the ranks: there is a state to go on from, and the nodes of the others are away.
+
+        Args:
+            now: See :meth:`step`.
+            members: Who is there.
+            port: Of the store of the first generation.
+        """
+        self._has_saved = True
+        self._start_all(now, members, port)
+
+    def _start_all(self, now: float, members: list[int], port: int) -> None:
         self.members = {rank: self._begin_life(rank, now) for rank in members}
         is_without = members != self._slots
         self._ranks.start(members, self.generation, is_newcomer=is_without)

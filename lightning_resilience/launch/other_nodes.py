@@ -215,26 +215,38 @@ class OtherNodes:
         self.port = self._server.getsockname()[1]
         threading.Thread(target=self._accept, name="resilience-nodes", daemon=True).start()
 
-    def gather(self, within_s: float, has_stopped: Callable[[], bool]) -> None:
+    def gather(self, within_s: float, has_stopped: Callable[[], bool], least: int | None = None) -> None:
         """Waits until all nodes are there.
 
         Args:
             within_s: How long to wait.
             has_stopped: Ends the waiting.
+            least: Waits not as long for more than these; the places of others are those of lost ones then.
 
         Raises:
             NodesMissing: If some are missing.
         """
-        until = time.monotonic() + within_s
+        began = time.monotonic()
         while True:
             self.close_silent()
             present = [node for node in self._joined if not node.is_lost]
-            if (found := numbered(present, self._others)) is not None:
-                self.nodes = found
+            waited_s = time.monotonic() - began
+            places = numbered(present, self._others)
+            is_enough = least is not None and len(present) >= least and waited_s > deadlines.NODES_AWAITED_S
+            if None not in places or is_enough:
+                self.nodes = [node or self._absent(place) for place, node in enumerate(places, 1)]
                 return
-            if has_stopped() or time.monotonic() > until:
+            if has_stopped() or waited_s > within_s:
                 raise NodesMissing(f"{len(present)} of {self._others} other nodes have come")
             time.sleep(_POLL_S)
+
+    def _absent(self, number: int) -> OtherNode:
+        """In the place of a node that has not come: one that is lost."""
+        with socket.create_server((_loopback.ADDRESS, 0)) as server:
+            closed = socket.create_connection(server.getsockname())
+        node = OtherNode(Line(closed), f"node {number}", None, self._heard)
+        node.is_lost = True
+        return node
 
     def readmit(self) -> None:
         """Nodes that have come since take the places of those that are lost."""
@@ -317,7 +329,7 @@ class OtherNodes:
         return None
 
 
-def numbered(nodes: list[OtherNode], count: int) -> list[OtherNode] | None:
+def numbered(nodes: list[OtherNode], count: int) -> list[OtherNode | None]:
     """These nodes by their numbers, the first of which is 1; those without a place come in the order of their coming.
 
     Args:
@@ -325,15 +337,14 @@ def numbered(nodes: list[OtherNode], count: int) -> list[OtherNode] | None:
         count: How many take part.
 
     Returns:
-        ``None`` if some are missing.
+        By place, and ``None`` where one is missing.
     """
     places: list[OtherNode | None] = [None] * count
     for node in nodes:
         if (place := _place(node, count)) is not None:
             places[place] = node
     others = iter([node for node in nodes if _place(node, count) is None])
-    found = [node if node is not None else next(others, None) for node in places]
-    return None if None in found else [node for node in found if node is not None]
+    return [node if node is not None else next(others, None) for node in places]
 
 
 def _place(node: OtherNode, count: int) -> int | None:

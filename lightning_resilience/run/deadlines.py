@@ -212,6 +212,9 @@ NODE_BEAT_S = 2.0
 NODE_SILENT_AFTER_S = 30.0
 """A node of which nothing was heard for so long is lost."""
 
+NODES_AWAITED_S = 60.0
+"""How long a run that has a state, and may go on without some nodes, waits for these before it begins without them."""
+
 STOP_REACHES_ALL_WITHIN_S = 3.0
 """Of several nodes that are told to stop, the last one hears of it so much later than the first at most."""
 
