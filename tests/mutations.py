@@ -1249,7 +1249,7 @@ GUARDS = [
     Guard(
         "in manual optimization, too, no gradients are reduced",
         "_lightning/lightning_strategies.py",
-        '        patches.set(redirection, "on_after_outer_forward", lambda *modules: None)\n',
+        '    patches.set(redirection, "on_after_outer_forward", lambda *modules: None)\n',
         "",
         "tests/test_local_sgd.py::test_ranks_train_apart_and_meet",
     ),

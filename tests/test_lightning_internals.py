@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import ast
 import importlib
+import inspect
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torchmetrics
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 import lightning_resilience
@@ -136,7 +139,7 @@ NAMES: dict[str, tuple[Callable[[Any], Any], set[str]]] = {
     "ModelCheckpoint": (
         lambda t: t.checkpoint_callback,
         {"_defer_save_until_validation", "_last_checkpoint_saved", "_last_global_step_saved", "_link_checkpoint"}
-        | {"FILE_EXTENSION", "file_exists"},
+        | {"_train_time_interval", "FILE_EXTENSION", "file_exists"},
     ),
     "LearningRateFinder": (
         lambda t: importlib.import_module(f"{package_of(t)}.callbacks").LearningRateFinder(),
@@ -187,6 +190,12 @@ NAMES: dict[str, tuple[Callable[[Any], Any], set[str]]] = {
     "DDPStrategy": (
         lambda t: importlib.import_module(f"{package_of(t)}.strategies").DDPStrategy(),
         {"_ddp_comm_hook", "_ddp_kwargs", "_forward_redirection", "_model_averager", "_timeout"},
+    ),
+    "torch's DDP": (
+        lambda t: SimpleNamespace(
+            **dict.fromkeys(re.findall(r"self\.(\w+)", inspect.getsource(DistributedDataParallel.__init__)))
+        ),
+        {"_comm_hooks"},
     ),
     "ModelParallelStrategy": (
         lambda t: importlib.import_module(f"{package_of(t)}.strategies").ModelParallelStrategy(),

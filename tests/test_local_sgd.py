@@ -603,7 +603,6 @@ def test_bad_steps_of_one_rank_roll_all_back(tmp_path: Path) -> None:
         ({"strategy": L.strategies.DDPStrategy(ddp_comm_hook=lambda *_: None)}, "ddp_comm_hook"),
         ({"strategy": L.strategies.ModelParallelStrategy()}, "ModelParallelStrategy is not plain DDP"),
         ({"strategy": L.strategies.DDPStrategy(mixed_precision=MIXED)}, "mixed_precision"),
-        ({"strategy": "ddp", "val_check_interval": "00:00:10:00"}, "val_check_interval as a time"),
         ({"strategy": "ddp"}, None),
         ({}, None),
     ],
@@ -677,6 +676,8 @@ def test_what_cannot_work_is_refused_before_the_first_step(tmp_path: Path, monke
     monkeypatch.setattr(Apart, "training_step", lambda *_: pytest.fail("it has begun"))
     with pytest.raises(ValueError, match="rerun needs ranks that make their steps together"):
         fit(tmp_path, Apart(), NaNGuard(rerun="validate_results"))
+    with pytest.raises(ValueError, match="LocalSGD: val_check_interval as a time would have each rank validate"):
+        fit(tmp_path, Apart(), val_check_interval="00:00:10:00")
     monkeypatch.setattr(Apart, "configure_optimizers", lambda self: torch.optim.LBFGS(self.net.parameters()))
     with pytest.raises(ValueError, match="LocalSGD: what LBFGS keeps"):
         fit(tmp_path, Apart())

@@ -125,6 +125,8 @@ def test_output_is_put_back_before_the_handlers_of_signals(fails: bool) -> None:
         session=SimpleNamespace(interrupted_by=lambda: None),
         _release=lambda: calls.append("handlers"),
         _release_output=output,
+        _line=None,
+        _timer=None,
     )
     if fails:
         with pytest.raises(OSError, match="on purpose"):

@@ -124,13 +124,13 @@ def why_not_apart(trainer: Trainer) -> str | None:
         return "a communication hook of DDP would never be called. Leave out ddp_comm_hook."
     if getattr(strategy, "_ddp_kwargs", {}).get("mixed_precision") is not None:
         return "DDPStrategy(mixed_precision=...) copies weights where gradients are reduced. Use bf16-mixed."
-    if getattr(trainer, "_val_check_time_interval", None) is not None:
-        return "val_check_interval as a time would have each rank validate in another step. Use a number of batches."
     return None
 
 
 def reduce_no_gradients(trainer: Trainer, patches: Patches) -> str | None:
     """Has DDP leave gradients, and buffers, as each rank has them; returns why it would not, if so."""
+    if trainer.val_check_batch is None:  # a time is given
+        return "val_check_interval as a time would have each rank validate in another step. Use a number of batches."
     ddp = ddp_wrapper(trainer)
     if ddp is None:
         return "the model is not wrapped in DistributedDataParallel." if trainer.world_size > 1 else None
