@@ -1365,6 +1365,21 @@ GUARDS = [
         "self._ending.end_of_epoch(True)",
         "tests/test_local_sgd.py::test_a_fit_that_a_limit_has_ended_goes_on_from_an_exchange_that_was_due",
     ),
+    Guard(
+        "a signal to all processes of a node is for that node alone",
+        "fit/stop_on_signal.py",
+        "if self._line is None or not self._line.is_told_who_stops or signum not in (signal.SIGTERM, signal.SIGINT):",
+        "if True:",
+        "tests/test_elastic_nodes.py::test_the_first_node_trains_on_while_the_other_is_away_and_takes_its_ranks_in"
+        "[all its processes are told to stop, as by Slurm]",
+    ),
+    Guard(
+        "a run that has a state does not wait for all nodes",
+        "launch/other_nodes.py",
+        "if None not in places or is_enough:",
+        "if None not in places:",
+        "tests/test_elastic_nodes.py::test_a_run_that_has_a_state_does_not_wait_for_all_nodes",
+    ),
 ]
 
 
