@@ -277,9 +277,9 @@ def _of_batch(line: list[Any]) -> Iterator[tuple[str, Any]]:
 
 def _of_log(line: list[Any]) -> Iterator[tuple[str, Any]]:
     _, _, step, metrics = line
-    if any(name.startswith("resilience/") for name in metrics):  # of the run, they say how it was disturbed
-        return
-    for name, value in metrics.items():
+    # Metrics of the run say how it was disturbed.
+    own = {name: value for name, value in metrics.items() if not name.startswith("resilience/")}
+    for name, value in own.items() if own.keys() != {"epoch"} or own == metrics else ():
         yield f"step {step:4}, {name}", value
 
 

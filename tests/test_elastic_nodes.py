@@ -673,6 +673,33 @@ def test_a_run_that_all_nodes_have_left_begins_again_with_some_and_takes_in_the_
     torch.testing.assert_close(state_at_the_end(config), state_at_the_end(wanted), rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.campaign
+def test_a_run_that_needs_all_ranks_does_not_begin_again_with_some(tmp_path: Path) -> None:
+    """That it needs them only its ranks know."""
+    is_stopped = tmp_path / "stopped"
+    wait = {"at": "train", "rank": 0, "do": "sleep", "seconds": 0.5, "within_s": 200, "once": True}
+    options: dict[str, Any] = {**OPTIONS, "trainer": {"devices": 1, "num_nodes": 3}, "manual": True}
+    config = make(tmp_path, "disturbed", events=[{**wait, "step": 13, "after_file": str(is_stopped)}], **options)
+    nodes = start_nodes(config, 1, output := tmp_path / "output", "--nnodes=2:3", "--spares=off", count=3)
+    try:
+        wait_until(lambda: any(event["step"] == 10 for event in events_of(config, "saved")), within_s=100.0)
+        for node in nodes:
+            node.send_signal(signal.SIGTERM)
+        is_stopped.touch()
+        assert [finish(node, output) for node in nodes] == [75] * 3, output.read_text()
+        *first_two, third = [node.args for node in nodes]
+        nodes = [start(each, output) for each in first_two]
+        wait_until(lambda: "waiting up to 600 s for a launch in its place" in output.read_text(), within_s=200.0)
+        assert "This fit cannot go on with 2 of 3 ranks: manual optimization" in output.read_text()
+        nodes.append(start(third, output))
+        codes = [finish(node, output) for node in nodes]
+    finally:
+        for node in nodes:
+            node.kill()
+    assert codes == [0, 0, 0], output.read_text()
+    assert (result(config), samples(config)) == undisturbed(tmp_path, **options), output.read_text()
+
+
 @pytest.mark.slow
 def test_nodes_with_different_numbers_of_ranks_have_local_checkpoints(tmp_path: Path) -> None:
     options: dict[str, Any] = {"trainer": {"max_epochs": 3}}
