@@ -46,13 +46,13 @@ def meet(place: tuple[int, int], named: Mapping[str, Any], device: torch.device,
     kinds = [(name, _kind(each)) for name, each in named.items()]
     mine = [*place, zlib.crc32(repr(kinds).encode())]
     extremes = torch.tensor([*mine, *(-each for each in mine)], device=device)
-    work, wait_s = dist.all_reduce(extremes, dist.ReduceOp.MAX, async_op=True), 0.0001
-    while work is not None and not work.is_completed():
+    work: Any = dist.all_reduce(extremes, dist.ReduceOp.MAX, async_op=True)
+    wait_s = 0.0001
+    while not work.is_completed():
         waiting()
         time.sleep(wait_s)
         wait_s = min(2 * wait_s, _LONGEST_POLL_S)
-    if work is not None:
-        work.wait()  # it may have failed
+    work.wait()  # it may have failed
     largest, smallest = extremes[:3].tolist(), (-extremes[3:]).tolist()
     if largest[:2] != smallest[:2]:
         raise RanksDiffer(

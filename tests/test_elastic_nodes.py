@@ -36,7 +36,7 @@ from lightning_resilience.launch.other_nodes import NodesMissing, OtherNodes, nu
 from lightning_resilience.run import deadlines
 from lightning_resilience.run.deadlines import STOP_IS_DECIDED_WITHIN_S
 from lightning_resilience.run.ledger import node_name
-from lightning_resilience.run.run_directory import RunDirectory
+from lightning_resilience.run.run_directory import ELASTIC_VARIABLE, RunDirectory
 from tests import test_absent_ranks
 from tests.harness import command, differences, free_port, reference, result, samples, state_at_the_end
 from tests.ledgers import Ledger, read_ledger
@@ -391,7 +391,7 @@ def test_the_ranks_of_a_node_end_when_the_first_node_is_lost(tmp_path: Path) -> 
     thread.start()
     first.gather(30, lambda: False)
     for rank in range(2):
-        first.nodes[0].start(rank, {"RANK": str(rank), "TORCHELASTIC_RESTART_COUNT": "0"})
+        first.nodes[0].start(rank, {"RANK": str(rank), "TORCHELASTIC_RESTART_COUNT": "0", ELASTIC_VARIABLE: "hold"})
     wait_until(lambda: log.exists() and len(log.read_text().splitlines()) == 2)
     first.nodes[0].line.close()
     thread.join()
@@ -637,20 +637,12 @@ def test_the_first_node_trains_on_while_the_other_is_away_and_takes_its_ranks_in
     torch.testing.assert_close(state_at_the_end(config), state_at_the_end(wanted), rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.campaign
-def test_a_run_that_all_nodes_have_left_begins_again_with_some_and_takes_in_the_others(tmp_path: Path) -> None:
-    options: dict[str, Any] = {"trainer": {"max_epochs": 3}}
-    config = with_ranks(make(tmp_path, "disturbed", **options), 3)
-    config["trainer"] = {**config["trainer"], "devices": 1, "num_nodes": 3}
-    is_stopped = tmp_path / "stopped"
-    is_back = f"{config['run_dir']}/logs/attempt-5/*"  # behind that of all, of two, and of who comes
-    wait = {"at": "train", "rank": 0, "do": "sleep", "seconds": 0.0, "within_s": 200, "once": True}
-    config["events"] = [
-        {**wait, "step": 13, "after_file": str(is_stopped)},
-        {**wait, "step": 30, "after_file": is_back, "after_s": 15.0},
-    ]
-    more = ("--nnodes=2:3", "--spares=off", "--section-timeouts=step:none")
-    nodes = start_nodes(config, 1, output := tmp_path / "output", *more, count=3)
+def begun_again_by_two_of_three(config: dict[str, Any], folder: Path, said: str, *more: str) -> str:
+    """Has all three nodes of a run told to stop, and the third one come back only when the others have said this."""
+    is_stopped, output = folder / "stopped", folder / "output"
+    wait = {"at": "train", "step": 13, "rank": 0, "do": "sleep", "seconds": 0.5, "within_s": 200, "once": True}
+    config["events"].append({**wait, "after_file": str(is_stopped)})
+    nodes = start_nodes(config, 1, output, "--nnodes=2:3", "--spares=off", *more, count=3)
     try:
         wait_until(lambda: any(event["step"] == 10 for event in events_of(config, "saved")), within_s=100.0)
         for node in nodes:
@@ -659,15 +651,28 @@ def test_a_run_that_all_nodes_have_left_begins_again_with_some_and_takes_in_the_
         assert [finish(node, output) for node in nodes] == [75] * 3, output.read_text()
         *first_two, third = [node.args for node in nodes]
         nodes = [start(each, output) for each in first_two]
-        wait_until(lambda: "Not all nodes are there: going on with 2 of 3 ranks" in output.read_text(), within_s=120.0)
-        wait_until(lambda: len(events_of(config, "resumed")) == 1, within_s=100.0)
+        wait_until(lambda: said in output.read_text(), output.read_text, within_s=200.0)
         nodes.append(start(third, output))
         codes = [finish(node, output) for node in nodes]
     finally:
         for node in nodes:
             node.kill()
     assert codes == [0, 0, 0], output.read_text()
-    assert [(each["ranks"], each["members"]) for each in events_of(config, "replaced")] == [([], [0, 1, 2])]
+    assert "Not all nodes are there: going on with 2 of 3 ranks" in output.read_text()
+    return output.read_text()
+
+
+@pytest.mark.campaign
+def test_a_run_that_all_nodes_have_left_begins_again_with_some_and_takes_in_the_others(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"trainer": {"max_epochs": 3}}
+    config = with_ranks(make(tmp_path, "disturbed", **options), 3)
+    config["trainer"] = {**config["trainer"], "devices": 1, "num_nodes": 3}
+    wait = {"at": "train", "step": 30, "rank": 0, "do": "sleep", "seconds": 0.0, "within_s": 200, "once": True}
+    has_begun = f"{config['run_dir']}/logs/attempt-5/*"  # the third one's process; it has to come to the fit
+    config["events"] = [{**wait, "after_file": has_begun, "after_s": 15.0}]
+    output = begun_again_by_two_of_three(config, tmp_path, "Resuming from step", "--section-timeouts=step:none")
+    changed = [(each["ranks"], each["members"]) for each in events_of(config, "replaced")]
+    assert changed == [([], [0, 1, 2])], output
     wanted, steps = test_absent_ranks.undisturbed(tmp_path, 3, **options)
     assert test_absent_ranks.samples(config["log"]) == steps
     torch.testing.assert_close(state_at_the_end(config), state_at_the_end(wanted), rtol=1e-4, atol=1e-6)
@@ -676,28 +681,11 @@ def test_a_run_that_all_nodes_have_left_begins_again_with_some_and_takes_in_the_
 @pytest.mark.campaign
 def test_a_run_that_needs_all_ranks_does_not_begin_again_with_some(tmp_path: Path) -> None:
     """That it needs them only its ranks know."""
-    is_stopped = tmp_path / "stopped"
-    wait = {"at": "train", "rank": 0, "do": "sleep", "seconds": 0.5, "within_s": 200, "once": True}
     options: dict[str, Any] = {**OPTIONS, "trainer": {"devices": 1, "num_nodes": 3}, "manual": True}
-    config = make(tmp_path, "disturbed", events=[{**wait, "step": 13, "after_file": str(is_stopped)}], **options)
-    nodes = start_nodes(config, 1, output := tmp_path / "output", "--nnodes=2:3", "--spares=off", count=3)
-    try:
-        wait_until(lambda: any(event["step"] == 10 for event in events_of(config, "saved")), within_s=100.0)
-        for node in nodes:
-            node.send_signal(signal.SIGTERM)
-        is_stopped.touch()
-        assert [finish(node, output) for node in nodes] == [75] * 3, output.read_text()
-        *first_two, third = [node.args for node in nodes]
-        nodes = [start(each, output) for each in first_two]
-        wait_until(lambda: "waiting up to 600 s for a launch in its place" in output.read_text(), within_s=200.0)
-        assert "This fit cannot go on with 2 of 3 ranks: manual optimization" in output.read_text()
-        nodes.append(start(third, output))
-        codes = [finish(node, output) for node in nodes]
-    finally:
-        for node in nodes:
-            node.kill()
-    assert codes == [0, 0, 0], output.read_text()
-    assert (result(config), samples(config)) == undisturbed(tmp_path, **options), output.read_text()
+    config = make(tmp_path, "disturbed", events=[], **options)
+    output = begun_again_by_two_of_three(config, tmp_path, "waiting up to 600 s for a launch in its place")
+    assert "This fit cannot go on with 2 of 3 ranks: manual optimization" in output
+    assert (result(config), samples(config)) == undisturbed(tmp_path, **options), output
 
 
 @pytest.mark.slow

@@ -332,7 +332,7 @@ class LastBoundary(Participant):
             raise _Unknown(f"what has happened on {trainer.strategy.root_device} by the time of a loss is not known")
         if not lightning_strategies.replicates_state(trainer):
             raise _Unknown("ranks hold different parameters")
-        if session.fit.participants.implement(Participant.ranks_agree):
+        if session.fit.participants.train_apart:
             raise _Unknown("ranks train apart, and agree only where they exchange")
         if (reason := lightning_boundary.why_state_is_unknown(trainer, module)) is not None:
             raise _Unknown(reason)

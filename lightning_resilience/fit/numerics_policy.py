@@ -195,7 +195,7 @@ class NumericsPolicy(Participant):
             return
         several = trainer.world_size > 1
         sharded = several and lightning_strategies.traits_of(trainer.strategy).all_ranks_write
-        alone = bool(session.fit.participants.implement(Participant.ranks_agree))  # each makes its own steps
+        alone = session.fit.participants.train_apart  # each makes its own steps
         exact, patches = session.exact, session.fit.patches
         reruns = Reruns(exact.get_random_state, exact.set_random_state, options.rerun == "report_determinism_stats")
         self._guard = StepGuard(

@@ -275,6 +275,15 @@ class Participants:
             )
         return calls
 
+    @property
+    def train_apart(self) -> bool:
+        """Whether there are times at which ranks do not hold the same."""
+        return bool(self.implement(Participant.ranks_agree))
+
+    def ranks_agree(self) -> bool:
+        """Whether all ranks hold the same now, as they always do unless they train apart."""
+        return all(ranks_agree() for ranks_agree in self.implement(Participant.ranks_agree))
+
     def extra_state(self) -> dict[str, Stateful]:
         """The extra state of all participants."""
         return {name: state for extra in self.implement(Participant.extra_state) for name, state in extra().items()}

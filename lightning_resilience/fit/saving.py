@@ -411,7 +411,7 @@ class Saver:
 
     def compare(self) -> Divergence | None:
         """Compares the replicated state of all ranks, where they hold the same. A collective."""
-        if not all(ranks_agree() for ranks_agree in self._fit.participants.implement(Participant.ranks_agree)):
+        if not self._fit.participants.ranks_agree():
             return None
         return Divergence.between(self._step, self._fit.gather(self._digest()))
 

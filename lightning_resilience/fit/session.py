@@ -112,7 +112,7 @@ class FitSession:
         self._warm = False
         self._clean = False
         self._in_batch = False
-        self._ranks_agree: tuple[Callable[[], bool], ...] = ()
+        self._train_apart = False
         self._unwatched: rank_probe.RankProbe | None = None
         """The launcher's probe of this rank, where no participant has one."""
         self._own_account = OwnAccount(fit)
@@ -222,7 +222,7 @@ class FitSession:
         begins = self._batch_begins if calls.batch_begins else None
         if ready or begins or calls.batch_done or calls.before_batch_end:
             lightning_steps.on_batch(trainer, patches, ready, begins, self._batch_done)
-        self._ranks_agree = self.fit.participants.implement(Participant.ranks_agree)
+        self._train_apart = self.fit.participants.train_apart
         if self._splits_steps:
             lightning_steps.on_batch_work(trainer, patches, self.fit.time.batch_ready, self.fit.time.batch_done)
 
@@ -277,7 +277,7 @@ class FitSession:
         is_whole = clean = lightning_progress.accumulation_window_complete(fit.trainer) and (
             fit.module.automatic_optimization or self._behind_step.at(step)
         )
-        self._clean = clean = clean and (not self._ranks_agree or self.ranks_agree())
+        self._clean = clean = clean and (not self._train_apart or fit.participants.ranks_agree())
         for event in fit.agreement.boundary(position, _CLEAN_TRAINING if clean else Needs.TRAINING):
             self._act(event)
         if self._rollback_request is not None:
@@ -326,15 +326,6 @@ class FitSession:
     def _may_save(self) -> bool:
         return self._clean and not self.fit.saves_paused
 
-    def ranks_agree(self) -> bool:
-        """Whether all ranks hold the same, as they always do unless they train apart."""
-        return all(ranks_agree() for ranks_agree in self._ranks_agree)
-
-    @property
-    def trains_apart(self) -> bool:
-        """Whether there are times at which they do not."""
-        return bool(self._ranks_agree)
-
     def _before_epoch(self) -> None:
         if self._is_training:
             self._ending.before_epoch()
@@ -342,7 +333,7 @@ class FitSession:
 
     def _end_of_epoch(self) -> None:
         if self._is_training:
-            would_agree = self.ranks_agree()  # also if the epoch went on
+            would_agree = self.fit.participants.ranks_agree()  # also if the epoch went on
             for at_end_of_epoch in self.fit.participants.implement(Participant.at_end_of_epoch):
                 at_end_of_epoch()
             self.fit.time.enter(time_account.CALLBACKS)
@@ -356,7 +347,7 @@ class FitSession:
             self.fit.enter("setup" if trainer.sanity_checking else "out_of_section")
             if not trainer.sanity_checking:
                 self.fit.time.enter(time_account.VALIDATION)
-                would_agree = self.ranks_agree()
+                would_agree = self.fit.participants.ranks_agree()
                 for before_evaluation in self.fit.participants.implement(Participant.before_evaluation):
                     before_evaluation()
             self.exact.evaluation_starts()
@@ -387,7 +378,7 @@ class FitSession:
 
     def _act(self, event: Event) -> None:
         # Ranks that train apart may be a long way apart, and this one is not stuck.
-        self.fit.agreement.arrive(event, self.fit.advanced if self._ranks_agree else lambda: None)
+        self.fit.agreement.arrive(event, self.fit.advanced if self._train_apart else lambda: None)
         for on_event in self.fit.participants.implement(Participant.on_event):
             on_event(event)
 

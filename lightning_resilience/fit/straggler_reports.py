@@ -408,7 +408,7 @@ class StragglerReports(Participant):
                     reason=what["reason"],
                 )
             )
-        if self.session.trains_apart and not fit.saves_paused:  # what they do together is saved before, not done again
+        if fit.participants.train_apart and not fit.saves_paused:  # what they have done is saved before, not done again
             for save_locally in fit.participants.implement(Participant.save_locally):
                 save_locally("replacement", _SAVES_WITHIN_S)
         if fit.rank in what["ranks"]:

@@ -53,9 +53,7 @@ def rank_environment(own: Mapping[str, str], count: int, run_id: str) -> dict[st
     """
     # As torch's: all ranks together must not have more threads than cores. And a store that is closed under its
     # clients is no news.
-    defaults = {"TORCH_CPP_LOG_LEVEL": "ERROR", ELASTIC_VARIABLE: "hold"} | (
-        {"OMP_NUM_THREADS": "1"} if count > 1 else {}
-    )
+    defaults = {"TORCH_CPP_LOG_LEVEL": "ERROR"} | ({"OMP_NUM_THREADS": "1"} if count > 1 else {})
     always = {
         "ROLE_NAME": "default",
         "TORCHELASTIC_RUN_ID": run_id,
