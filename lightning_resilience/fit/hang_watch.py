@@ -211,9 +211,8 @@ class HangWatch(Participant):
         if self._faults is not None:
             self._faults.at_step(step)
         is_asked = self._options.health_check_interval_steps and self.session.fit.trainer.world_size > 1
-        if (
-            is_asked and not self.session.fit.participants.train_apart
-        ):  # else they come at different times, and meet to exchange
+        # Ranks that train apart come at different times, and meet to exchange.
+        if is_asked and not self.session.fit.participants.train_apart:
             self._ping()
 
     def on_raised(self) -> None:

@@ -71,11 +71,8 @@ def test_one_is_preempted_and_comes_back(chain: Chain) -> None:
 
     wait_until(lambda: any(each["step"] == 10 for each in chain.events("saved")), output, 150.0)
     node = task(1)["NodeList"]
-    chain.jobs.append(
-        more := cluster.submit(
-            "--partition=high", f"--nodelist={node}", "--exclusive", wrap="sleep 5", cwd=chain.folder
-        )
-    )
+    options_of_more = "--partition=high", f"--nodelist={node}", "--exclusive"
+    chain.jobs.append(more := cluster.submit(*options_of_more, wrap="sleep 5", cwd=chain.folder))
     wait_until(lambda: "was told to stop" in output(), output, 60.0)
     is_lost.touch()
     chain.wait_for("replaced", members=[0, 2])
