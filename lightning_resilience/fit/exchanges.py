@@ -158,8 +158,9 @@ class Exchanges(Participant):
         fit, trainer = self.session.fit, self.session.fit.trainer
         fit.enter("out_of_section")
         device = trainer.strategy.root_device
-        averaged = dict(enumerate(lightning_strategies.averaged_tensors(trainer)))
-        tensors = {**self._trained(), **{f"average {number}": each for number, each in averaged.items()}}
+        tensors: dict[str, torch.Tensor] = {**self._trained()}
+        for number, value in enumerate(lightning_strategies.averaged_tensors(trainer)):
+            tensors[f"average {number}"] = value
         known: dict[str, Any] = {}
         numbers: list[tuple[Any, Any]] = []
         for name, container, key in kept_by(trainer.optimizers):
