@@ -35,7 +35,9 @@ demo: $(READY) ## Watch a training survive ten faults (4 to 5 minutes)
 
 # More processes than cores wait for one another, and some tests have limits that such a crowd can break. What failed
 # is therefore run again, alone: what fails then too has failed. What does not is a test to be mended, and is named.
+# The warning is torch's about a package that NVRx needs, and would come before anything else.
 define run-tests
+export PYTHONWARNINGS='ignore:The pynvml package is deprecated:FutureWarning'; \
 $(BIN)/python -m pytest -n 6 --dist worksteal -rf -m '$(1)' || { \
 	[ $$? = 1 ] && echo "Some tests failed beside others. Once more, alone:" && \
 	$(BIN)/python -m pytest -m '$(1)' -v -x -rA --show-capture=no --last-failed --last-failed-no-failures none; \

@@ -22,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from restart import BUDGET, OURS, PATIENCE_S, Arm, Mark
@@ -97,8 +98,39 @@ def new_steps(marks: list[Mark]) -> list[Mark]:
     return found
 
 
-def measure(name: str, ranks: int, kills: int, seed: int) -> str:
-    """Kills ranks of one training; the row of the table."""
+@dataclass
+class Measured:
+    """What was seen of an arm.
+
+    Attributes:
+        pauses: The longest time without a new step after each kill, in seconds.
+        ranks: How many ranks have made each new step.
+        speeds: New steps in a second, of those without kills; of each training.
+    """
+
+    pauses: list[float] = field(default_factory=list)
+    ranks: list[int] = field(default_factory=list)
+    speeds: list[float] = field(default_factory=list)
+
+    def row(self, name: str) -> str:
+        """The row of the table."""
+        pauses = sorted(self.pauses)
+        figures = [statistics.median(pauses), pauses[min(len(pauses) - 1, int(0.99 * len(pauses)))], pauses[-1]]
+        shown = " | ".join(f"{each:.2f}" for each in figures)
+        ranks, speed = statistics.mean(self.ranks), statistics.mean(self.speeds)
+        return f"| {name} | {len(pauses)} | {shown} | {ranks:.1f} | {speed:.0%} |"
+
+
+def measure(name: str, ranks: int, kills: int, seed: int, found: Measured) -> None:
+    """Kills ranks of one training.
+
+    Args:
+        name: Of the arm.
+        ranks: How many there are.
+        kills: How often one is killed.
+        seed: Which ones, and when.
+        found: What is seen is added to this.
+    """
     draw = random.Random(seed)
     with tempfile.TemporaryDirectory() as folder:
         arm = (
@@ -124,17 +156,12 @@ def measure(name: str, ranks: int, kills: int, seed: int) -> str:
     steps = new_steps(marks)
     before = [each for each in steps if began <= each.seconds < times[0]]
     during = [each for each in steps if times[1] <= each.seconds < times[-1]]
-    pauses = []
     for kill, following in zip(times[1:], [*times[2:], times[-1] + BETWEEN_S], strict=True):
         moments = [each.seconds for each in steps if kill <= each.seconds < following]
         moments = [max(each.seconds for each in steps if each.seconds < kill), *moments]
-        pauses.append(max((b - a for a, b in itertools.pairwise(moments)), default=following - kill))
-    pauses.sort()
-    there = [sum(each.step == step.step for each in marks) for step in during]
-    speed = len(during) / (times[-1] - times[1]) / (len(before) / (times[0] - began))
-    figures = [statistics.median(pauses), pauses[min(len(pauses) - 1, int(0.99 * len(pauses)))], pauses[-1]]
-    shown = " | ".join(f"{each:.2f}" for each in figures)
-    return f"| {name} | {len(pauses)} | {shown} | {statistics.mean(there):.1f} | {speed:.0%} |"
+        found.pauses.append(max((b - a for a, b in itertools.pairwise(moments)), default=following - kill))
+    found.ranks += [sum(each.step == step.step for each in marks) for step in during]
+    found.speeds.append(len(during) / (times[-1] - times[1]) / (len(before) / (times[0] - began)))
 
 
 def victim(arm: Arm, killed_at: float, draw: random.Random) -> int | None:
@@ -161,16 +188,21 @@ def main() -> None:
     """Measures, and prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=200, help="in each row (default: %(default)s)")
+    parser.add_argument("--each", type=int, default=50, help="kills before the next arm's turn (default: %(default)s)")
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--arms", nargs="*", choices=[*ARMS], default=[*ARMS])
     options = parser.parse_args()
+    found = {name: Measured() for name in options.arms}
+    if TORCHFT in found and importlib.util.find_spec("torchft") is None:
+        print("torchft is not installed", file=sys.stderr)
+        found.pop(TORCHFT)
+    for turn in range(-(-options.kills // options.each)):
+        for name, of_arm in found.items():
+            measure(name, options.ranks, options.each, turn, of_arm)
     print("| | kills | pause, p50 | p99 | longest | ranks | of its speed |")
     print("|---|---|---|---|---|---|---|")
-    for name in options.arms:
-        if name == TORCHFT and importlib.util.find_spec("torchft") is None:
-            print(f"{name}: it is not installed", file=sys.stderr)
-            continue
-        print(measure(name, options.ranks, options.kills, seed=1), flush=True)
+    for name, of_arm in found.items():
+        print(of_arm.row(name))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What ``restart.py`` trains: a tiny model or the demo's, with a note of every step that each rank has made.
+"""What ``restart.py`` trains: a tiny model, the demo's or a large one, with a note of each step that a rank has made.
 
 Its argument has the options of :func:`main` as JSON.
 """
@@ -20,7 +20,10 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch.utils.data import DataLoader, TensorDataset
 
 STEP_S = 0.05
-SAVE_EVERY = 5  # steps
+SAVE_EVERY = {"tiny": 5, "gpt": 2, "large": 10}
+"""How many steps are between two saves: about a third of a second, or some steps of the large model."""
+WIDTH = 10_000
+"""Of the large model: 100 million parameters, 1.2 GB with what AdamW keeps of them."""
 
 
 class Marks(L.Callback):
@@ -44,6 +47,8 @@ class Marks(L.Callback):
 class Tiny(L.LightningModule):
     """A model whose steps take 50 ms."""
 
+    rows = 20_000
+
     def __init__(self) -> None:
         super().__init__()
         self.layer = torch.nn.Linear(64, 1)
@@ -56,6 +61,19 @@ class Tiny(L.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
+class Large(Tiny):
+    """A model that has a large state, and computes little with it."""
+
+    rows = 1_000
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def training_step(self, batch: list[torch.Tensor]) -> torch.Tensor:
+        return self.layer(batch[0]).square().mean()  # type: ignore[no-any-return]
+
+
 def strategy(ranks: int, gpu: bool) -> DDPStrategy | str:
     """That of so many ranks; where there are fewer GPUs they share the first one, which NCCL refuses."""
     if gpu and torch.cuda.device_count() < ranks:
@@ -63,11 +81,12 @@ def strategy(ranks: int, gpu: bool) -> DDPStrategy | str:
     return "ddp" if ranks > 1 else "auto"
 
 
-def train_tiny(steps: int, out: Path, callbacks: list[L.Callback], gpu: bool) -> None:
-    """Trains the tiny model."""
+def train_small(kind: type[Tiny], steps: int, out: Path, callbacks: list[L.Callback], gpu: bool) -> None:
+    """Trains a model of one layer."""
     L.seed_everything(1, verbose=False)
+    module = kind()
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    saves = ModelCheckpoint(out / "checkpoints", every_n_train_steps=SAVE_EVERY, save_last="link")
+    saves = ModelCheckpoint(out / "checkpoints", every_n_train_steps=SAVE_EVERY["tiny"], save_last="link")
     trainer = L.Trainer(
         accelerator="gpu" if gpu else "cpu",
         devices=processes,
@@ -80,7 +99,8 @@ def train_tiny(steps: int, out: Path, callbacks: list[L.Callback], gpu: bool) ->
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(Tiny(), DataLoader(TensorDataset(torch.randn(20_000, 64)), batch_size=4, shuffle=True))
+    data = TensorDataset(torch.randn(module.rows, module.layer.in_features))
+    trainer.fit(module, DataLoader(data, batch_size=4, shuffle=True))
 
 
 def is_ours(callback: L.Callback) -> bool:
@@ -92,26 +112,39 @@ def main(options: dict[str, Any]) -> None:
     """Trains.
 
     Args:
-        options: ``model`` (``tiny`` or ``gpt``), ``marks``, ``steps``, ``ours``: whether with this package's
+        options: ``model`` (``tiny``, ``gpt`` or ``large``), ``marks``, ``steps``, ``ours``: whether with this package's
             callbacks, or with Lightning's own checkpoints and ``ckpt_path="last"``, and ``gpu``: whether on GPUs.
     """
     marks = Path(options["marks"])
     callbacks: list[L.Callback] = [Marks(marks)]
+    save_every = SAVE_EVERY[options["model"]]
     if options["ours"]:
         from lightning_resilience import FaultTolerance, LocalCheckpoint
 
-        callbacks += [FaultTolerance(calculate_timeouts=False), LocalCheckpoint(every_n_train_steps=SAVE_EVERY)]
+        callbacks += [FaultTolerance(calculate_timeouts=False), LocalCheckpoint(every_n_train_steps=save_every)]
     else:
         L.Trainer.fit = functools.partialmethod(L.Trainer.fit, ckpt_path="last")  # type: ignore[assignment]
-    if options["model"] == "tiny":
-        train_tiny(options["steps"], marks, callbacks, options["gpu"])
+    if options["model"] != "gpt":
+        train_small(
+            {"tiny": Tiny, "large": Large}[options["model"]], options["steps"], marks, callbacks, options["gpu"]
+        )
         return
     sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
     import gpt
 
-    save_every = 10**9 if options["ours"] else SAVE_EVERY
     lengths = ("--steps", str(options["steps"]), "--validate-every", str(options["steps"]))
-    gpt.main([*lengths, "--save-every", str(save_every), "--out", str(marks), "--print-every", "1000000"], callbacks)
+    gpt.main(
+        [
+            *lengths,
+            "--save-every",
+            str(10**9 if options["ours"] else save_every),
+            "--out",
+            str(marks),
+            "--print-every",
+            "1000000",
+        ],
+        callbacks,
+    )
 
 
 if __name__ == "__main__":

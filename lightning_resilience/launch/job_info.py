@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import platform
@@ -30,7 +31,7 @@ def job_info() -> dict[str, Any]:
         "elastic_run_id": environment("TORCHELASTIC_RUN_ID"),
         "restart_count": _int(environment("TORCHELASTIC_RESTART_COUNT")) or 0,
         "slurm": current_scheduler().job_info(),  # the name in the ledger under any scheduler
-        "versions": {"python": platform.python_version()} | _versions(),
+        "versions": {"python": platform.python_version(), **_versions()},
     }
 
 
@@ -47,6 +48,7 @@ def log_job_info(ledger: Ledger | None = None) -> dict[str, Any]:
     return info
 
 
+@functools.cache  # to read them takes longer than all else that is recorded of a start
 def _versions() -> dict[str, str]:
     versions = {}
     for package in _PACKAGES:
