@@ -460,6 +460,27 @@ GUARDS = [
         "tests/test_health.py::test_nvml_facts_that_fail_name_the_gpu",
     ),
     Guard(
+        "a rank that waits for its device is not busy, though its host spins",
+        "detect/hangs/verdict.py",
+        "if is_running and not process.device_works:",
+        "if is_running:",
+        "tests/test_watchdog.py::test_a_rank_that_waits_for_its_device_is_not_busy",
+    ),
+    Guard(
+        "what a library draws after the script's seed rules spare processes out",
+        "launch/imports.py",
+        "if (seeded is not None and random.getstate() != seeded) or _torch_has_drawn():",
+        "if _torch_has_drawn():",
+        "tests/test_spares.py::test_what_a_library_draws_when_it_is_imported_counts_after_the_seed",
+    ),
+    Guard(
+        "what a library draws before the script's seed does not",
+        "launch/imports.py",
+        "if generator.getstate()[1][:_WORDS] == now[1][:_WORDS]:",
+        "if False:",
+        "tests/test_spares.py::test_what_a_library_draws_when_it_is_imported_counts_after_the_seed",
+    ),
+    Guard(
         "more failures than a day may have end the run",
         "launch/budget.py",
         "if today > self.max_failures_per_day:",

@@ -19,6 +19,7 @@ from tests.harness import CONTEXT
 CHECKS = runner.all_checks()
 COVERED_ELSEWHERE = {
     "exit-busy",
+    "gone-on",
     "health",
     "hung-rank",
     "replaced-rank",

@@ -9,6 +9,7 @@ import importlib
 import inspect
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -213,8 +214,9 @@ def test_what_is_not_what_it_was_is_not_used(script: Script, monkeypatch: pytest
     monkeypatch.setenv("SPARES_PLUGIN", "/")
     assert "plugin, which is not installed" in str(problem())
     monkeypatch.setenv("SPARES_PLUGIN", "/none")
-    script.package("library", "import random; random.random()")
+    script.package("library", "import torch; torch.rand(1)")
     assert "random numbers" in str(problem())
+    torch.manual_seed(1)
     script.package("library", "raise SystemExit('no')")
     assert "SystemExit: no" in str(problem())
     (script.installed / "library.py").rename(script.own / "library.py")
@@ -226,6 +228,27 @@ def test_what_is_not_what_it_was_is_not_used(script: Script, monkeypatch: pytest
     assert imports.why_changed(noted) is None
     script.package("helper", "# edited", installed=False)
     assert imports.why_changed(noted) == f"{script.own}/helper.py has changed"
+
+
+SEED = "import random; random.seed(1)"
+DRAWS = {"before": f"import draws, too; {SEED}", "after": f"{SEED}; import draws", "never": "import draws, too"}
+
+
+@pytest.mark.parametrize("drawn", [1, 2000], ids=["1", "more than are made at a time"])
+@pytest.mark.parametrize("when", DRAWS)
+def test_what_a_library_draws_when_it_is_imported_counts_after_the_seed(script: Script, when: str, drawn: int) -> None:
+    """As ``rich`` does: whoever has it imported by Transformers would have no spares."""
+    for name in ("draws", "too"):
+        script.package(name, f"import random\nfor _ in range({drawn}): random.random()")
+    script.package("other")
+    random.seed()  # as in a new process
+    noted = script.run(f"{DRAWS[when]}; import other")
+    script.forget()
+    problem = imports.import_all(noted, lambda: False)
+    assert (problem is not None) == (when == "after"), problem
+    if problem is None:
+        again = script.run(f"{DRAWS[when]}; import other", noted)
+        assert [each[-1] for each in again["changes"]] == [each[-1] for each in noted["changes"]]
 
 
 def test_a_link_to_the_users_folder_is_not_installed(script: Script) -> None:

@@ -392,6 +392,50 @@ def test_a_rank_that_answers_is_not_busy_for_that(tmp_path: Path) -> None:
     assert not (verdict := diagnose([found], 1)).is_busy, verdict.line
 
 
+def _fails() -> bool:
+    raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+
+def _spins(job: Job, has_work: Callable[[], bool] | None) -> None:
+    about = {"run_dir": str(job.run_dir), "fit": 0, "token": job.token, "node": "here", "nodes": 1, "world_size": 1}
+    probe = RankProbe(job.directory(), 0, {"step": 60.0}, about)
+    if has_work is not None:
+        probe.answer_for_device(has_work)
+        probe.end_fit()  # and the next one
+        probe = RankProbe(job.directory(), 0, {"step": 60.0}, about)
+        probe.answer_for_device(has_work)
+    (job.run_dir / "ready").touch()
+    while True:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("has_work", "is_busy", "said"),
+    [
+        pytest.param(lambda: True, False, "while its device has work left", id="waits for its device"),
+        pytest.param(lambda: False, True, "busy on the CPU", id="its device is idle"),
+        pytest.param(_fails, True, "busy on the CPU", id="its device is in distress"),
+        pytest.param(None, True, "busy on the CPU", id="no device"),
+    ],
+)
+def test_a_rank_that_waits_for_its_device_is_not_busy(
+    run_dir: Path, has_work: Callable[[], bool] | None, is_busy: bool, said: str
+) -> None:
+    """On GPUs the host looks again and again whether the device has finished, and uses a core for that."""
+    job = Job(run_dir)
+    rank = _FORK.Process(target=_spins, args=(job, has_work))
+    rank.start()
+    await_that((run_dir / "ready").exists)
+    about = read_json(job.directory() / "rank-00000.json")
+    assert about is not None
+    found = probe_process(about, job.directory() / "rank-00000", None, 1.0)
+    rank.kill()
+    rank.join()
+    shutil.rmtree(job.directory())
+    verdict = diagnose([found], 1)
+    assert (verdict.is_busy, said in verdict.line) == (is_busy, True), verdict.line
+
+
 def test_a_rank_that_saves_is_watched_for_longer_than_one_slow_write(tmp_path: Path) -> None:
     """The kernel counts what is written when the call returns."""
     code = "import sys, time; f = open(sys.argv[1], 'wb', 0); print(flush=True); time.sleep(0.4); "

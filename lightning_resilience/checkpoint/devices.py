@@ -116,6 +116,13 @@ def _exchange_capture_mode(mode: int) -> int | None:
     return None if function is None or function(ctypes.byref(value)) else value.value
 
 
+def has_work(device: torch.device) -> bool:
+    """Whether ``device`` has not done all that it was given on its default stream; for any thread, without a wait."""
+    with at_work_for([device]):
+        # That of this thread, which has chosen none.
+        return not torch.get_device_module(device).current_stream(device).query()
+
+
 def why_unusable(device: torch.device, within_s: float) -> str | None:
     """Why this process cannot use ``device`` any more: some errors stay until it ends. ``None``: it can.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import platform
@@ -21,6 +22,7 @@ from torch.utils.data import DataLoader
 from lightning_resilience import _nvrx
 from lightning_resilience._lightning import lightning_checkpoint_io, lightning_loops, lightning_strategies
 from lightning_resilience._processes import is_running
+from lightning_resilience.checkpoint import devices
 from lightning_resilience.detect import health
 from lightning_resilience.detect.hangs import timeouts, watchdog
 from lightning_resilience.detect.hangs.progress import Section
@@ -132,6 +134,8 @@ class HangWatch(Participant):
                 self._directory = node_directory(session.fit.token, trainer.node_rank)
                 probe = RankProbe(self._directory, session.fit.rank, self.timeouts.by_section(), self._about())
             session.fit.report_progress_to(probe.progress)
+            if (device := trainer.strategy.root_device).type != "cpu":
+                probe.answer_for_device(functools.partial(devices.has_work, device))
         except OSError as error:
             log.error("Rank %d is not watched: a hang of it will not be found (%s).", session.fit.rank, error)
             is_alone = launched is None and trainer.num_devices == 1

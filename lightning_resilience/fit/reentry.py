@@ -22,6 +22,8 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn
 
+import torch.distributed as dist
+
 from lightning_resilience._lightning import (
     lightning_callbacks,
     lightning_loggers,
@@ -219,8 +221,8 @@ class Replaceability(Participant):
             fewer = absent_ranks.why_not(trainer, len(self._line.slots)) or absent_ranks.why_not_divided(trainer)
             tasks = lightning_loggers.why_others_cannot_log(trainer)
             self._line.say("ready", fewer=fewer or "", tasks=tasks or "")
-            if trainer.is_global_zero and trainer.strategy.root_device.type != "cpu" and is_first:
-                log.info("--elastic has not been run on GPUs yet: if a replacement fails, all ranks are restarted.")
+            if trainer.is_global_zero and dist.get_backend() != "gloo" and is_first:
+                log.info("--elastic has not been run with NCCL yet: if a replacement fails, all ranks are restarted.")
             return
         self._line.say("refused", self.why_not)
         if trainer.is_global_zero:

@@ -3,6 +3,8 @@
 What a library reads when it is imported must be the same in a spare as in a worker that starts cold: scripts set
 ``OMP_NUM_THREADS`` or a cache folder, or extend ``sys.path``, and import then. So the order is that in which imports
 *begin* (``sys.modules`` has that in which they end), and what the script had changed before each is noted with it.
+Some libraries draw from Python's ``random`` then. Before the script has seeded it, that changes nothing that could be
+had again; what is drawn after that would be missing in the sequence, so such a spare is not used.
 Only what is installed is imported ahead. The user's own modules are read anew by each worker, and if one of them, or
 the script, has changed since, what was noted holds no longer.
 
@@ -23,6 +25,9 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from typing import Any, NamedTuple
 
+_WORDS = 624  # of the Mersenne Twister
+_MOST_DRAWN = 16 * _WORDS
+
 
 class State(NamedTuple):
     """What the script had changed at some time.
@@ -31,11 +36,13 @@ class State(NamedTuple):
         env: Variables that it has set.
         removed: Variables that it has removed.
         path: ``sys.path``.
+        has_seeded: Whether ``random`` has a seed of the script's.
     """
 
     env: dict[str, str]
     removed: list[str]
     path: list[str]
+    has_seeded: bool = False
 
     def hold(self, base: Mapping[str, str]) -> None:
         """Brings it about.
@@ -56,6 +63,8 @@ class Recorder:
 
     def __init__(self, before: Mapping[str, Any] | None = None) -> None:
         self._base = dict(os.environ)
+        self._random = random.getstate()
+        self._has_seeded = False
         self._raw = self._look()
         self._state = State({}, [], list(sys.path))
         self._begun: list[tuple[str, State]] = []
@@ -74,13 +83,15 @@ class Recorder:
         if (raw := self._look()) != self._raw:
             self._raw, env = raw, dict(os.environ)
             changed = {each: value for each, value in env.items() if self._base.get(each) != value}
-            self._state = State(changed, [each for each in self._base if each not in env], list(sys.path))
+            removed = [each for each in self._base if each not in env]
+            self._state = State(changed, removed, list(sys.path), self._has_seeded)
         self._begun.append((name, self._state))
 
-    @staticmethod
-    def _look() -> tuple[dict[bytes, bytes], list[str]]:
+    def _look(self) -> tuple[dict[bytes, bytes], list[str], bool]:
+        if not self._has_seeded and (now := random.getstate()) != self._random:
+            self._has_seeded, self._random = not _is_drawn_from(self._random, now), now
         # The dictionary behind os.environ: there are thousands of imports, and to decode all of it takes 100 µs.
-        return dict(vars(os.environ)["_data"]), list(sys.path)
+        return dict(vars(os.environ)["_data"]), list(sys.path), self._has_seeded
 
     def end(self) -> None:
         """Notes no more."""
@@ -116,7 +127,7 @@ def import_all(noted: Mapping[str, Any], must_stop: Callable[[], bool]) -> str |
     Returns:
         Why this process cannot be used, if it cannot.
     """
-    base, path, drawn = dict(os.environ), list(sys.path), random.getstate()
+    base, path, seeded = dict(os.environ), list(sys.path), None
     own_modules = set(sys.modules)
     try:
         for name, file, state in _modules(noted, State({}, [], path)):
@@ -124,6 +135,8 @@ def import_all(noted: Mapping[str, Any], must_stop: Callable[[], bool]) -> str |
                 if must_stop():
                     break
                 state.hold(base)
+                if state.has_seeded and seeded is None:
+                    seeded = random.getstate()
                 try:
                     importlib.import_module(name)
                 except BaseException as error:
@@ -134,7 +147,7 @@ def import_all(noted: Mapping[str, Any], must_stop: Callable[[], bool]) -> str |
         State({}, [], path).hold(base)
     if foreign := [name for name in sys.modules.keys() - own_modules if _file(name) and not is_installed(name)]:
         return f"{min(foreign)}, which is not installed, was imported by what is"
-    if random.getstate() != drawn or _torch_has_drawn():
+    if (seeded is not None and random.getstate() != seeded) or _torch_has_drawn():
         return "a library draws random numbers when it is imported"
     return None
 
@@ -240,6 +253,17 @@ def _stamp(file: str) -> list[int]:
     except OSError:
         return []
     return [about.st_mtime_ns, about.st_size]
+
+
+def _is_drawn_from(before: tuple[Any, ...], now: tuple[Any, ...]) -> bool:
+    """Whether a state of :mod:`random` is that of another one from which some numbers were drawn."""
+    generator = random.Random()
+    generator.setstate(before)
+    for _ in range(_MOST_DRAWN // _WORDS):
+        if generator.getstate()[1][:_WORDS] == now[1][:_WORDS]:  # changed by a seed, and after so many words
+            return True
+        generator.getrandbits(32 * _WORDS)
+    return False
 
 
 def _torch_has_drawn() -> bool:

@@ -165,6 +165,8 @@ void finish(const RecordedPtr& recorded) { // as somebody who waits
 }
 
 void sleep_until(double at) {
+  static const bool spins = std::getenv("AS_ON_GPU_SPINS") != nullptr; // as the host does that waits for a GPU
+  while (spins && now() < at);
   while (now() < at) std::this_thread::sleep_for(std::chrono::duration<double>(at - now()));
 }
 
@@ -227,7 +229,12 @@ void host_waits(const char* what) {
 void synchronize_stream(StreamKey key) {
   run_all(key, nullptr);
   auto& stream = sim().streams[key];
-  sleep_until(stream.busy_until);
+  while (stream.busy_until > now()) {
+    double at = stream.busy_until;
+    mutex().unlock(); // held exactly once where this can happen: others may ask meanwhile
+    sleep_until(at);
+    mutex().lock();
+  }
   merge(sim().host, stream.before);
   auto& mine = sim().host[key];
   mine = std::max(mine, stream.clock);
@@ -845,7 +852,8 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   bool queryStream(const c10::Stream& stream) const override {
     Lock lock(mutex());
     run_due();
-    return sim().streams[key_of(stream)].queue.empty();
+    auto& state = sim().streams[key_of(stream)];
+    return state.queue.empty() && state.busy_until <= now();
   }
   void synchronizeStream(const c10::Stream& stream) const override {
     Lock lock(mutex());

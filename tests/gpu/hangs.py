@@ -107,6 +107,7 @@ def hang(bench: Bench, ranks: int) -> str:
 
 @check("a kernel that never ends: the rank is ended with 44, its memory is free, the next start goes on", limit_s=240)
 def hung_kernel(bench: Bench) -> None:
+    os.environ["AS_ON_GPU_SPINS"] = "1"
     said = hang(bench, 1)
     bench.expect("on_train_batch_start" in said or "hangs.py" in said, f"the place is not named: {said[-200:]}")
 

@@ -43,12 +43,28 @@ class Dies(L.Callback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
+class Waits(L.Callback):
+    """Rank 0 waits, late in the epoch, until who has died is taken in again."""
+
+    def __init__(self, folder: Path) -> None:
+        self.run_dir = folder / "run"
+
+    def on_train_batch_start(self, trainer: L.Trainer, *arguments: Any) -> None:
+        if trainer.global_step == DIES_AT + 3:
+            deadline = time.monotonic() + 120
+            while sum(event["event"] == "replaced" for event in events(self.run_dir)) < 2:
+                assert time.monotonic() < deadline, "nobody is taken in again"
+                time.sleep(0.05)
+
+
 def train(device: Device, folder: Path, dies: bool) -> None:
     """One rank of two."""
     L.seed_everything(1, verbose=False)
     callbacks: list[L.Callback] = [FaultTolerance(), AutoResume(every_n_train_steps=SAVE_EVERY)]
     if dies:
         callbacks += [Dies(folder), Times(folder / f"{os.getpid()}.time")]
+    if os.environ.get("WAITS") and os.environ["RANK"] == "0":
+        callbacks.append(Waits(folder))
     if device.is_gpu and device.count < 2:  # NCCL refuses two ranks on one GPU
         strategy = DDPStrategy(parallel_devices=[device.at()] * 2, process_group_backend="gloo")
         trainer = L.Trainer(
@@ -73,12 +89,13 @@ def train(device: Device, folder: Path, dies: bool) -> None:
 class Launch:
     """A job of two ranks, of which one dies as soon as it may, or none."""
 
-    def __init__(self, bench: Bench, name: str, dies: bool, *options: str) -> None:
+    def __init__(self, bench: Bench, name: str, dies: bool, *options: str, waits: bool = False) -> None:
         self.folder = bench.folder / name
         self.folder.mkdir()
         command = [sys.executable, "-m", "lightning_resilience.launch.cli", "launch", "--recipe", "none", *options]
         command += ["--nproc-per-node", "2", "--run-dir", str(self.folder / "run"), "-m", "tests.gpu.replacement"]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), *sys.path)), "OMP_NUM_THREADS": "1"}
+        environment.update({"WAITS": "1"} if waits else {})
         with open(bench.folder / f"output-{name}", "w") as output:
             self.process = subprocess.Popen(
                 [*command, bench.device.name, str(self.folder), str(int(dies))],
@@ -137,6 +154,26 @@ def replaced_rank(bench: Bench) -> None:
     bench.expect(replaced == [[1]] and starts == {found[0]["pid"]}, f"all ranks were restarted: {replaced}, {starts}")
     bench.expect(found[1]["pid"] in spares, "no spare process took the place")
     bench.figure("s to the first step of the new one", job.seconds(found[1]["pid"]))
+    same_end(bench, found, reference)
+
+
+@check("a rank goes on without one that is killed, and takes it in again when it is back", limit_s=300)
+def gone_on(bench: Bench) -> None:
+    reference = Launch(bench, "reference", False, "--elastic").ends()
+    options = "--elastic", "--when-lost", "go-on", "--min-ranks", "1", "--spares", "off"
+    job = Launch(bench, "killed", True, *options, waits=True)
+    job.let_one_die()
+    found = job.ends()
+    recorded = events(job.folder / "run")
+    members = [event["members"] for event in recorded if event["event"] == "replaced"]
+    starts = {event["pid"] for event in recorded if event["event"] == "start"}
+    bench.figure("members", members)
+    bench.expect(members == [[0], [0, 1]] and starts == {found[0]["pid"]}, f"others went on: {members}, {starts}")
+    died = float((job.folder / "died").read_text())
+    alone = next(event for event in recorded if event["event"] == "replaced")
+    bench.figure("s to the decision to go on", alone["time"] - died)
+    bench.figure("step at the end", [each["step"] for each in found])
+    bench.expect({each["step"] for each in found} == {reference[0]["step"]}, "not all steps were made")
     same_end(bench, found, reference)
 
 

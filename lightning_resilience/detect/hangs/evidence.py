@@ -43,6 +43,7 @@ class ProcessEvidence:
         written_bytes: Bytes that it wrote in that time (``wchar`` of ``/proc/PID/io``).
         threads: Its stacks; empty where it could not leave any.
         children_cpu_s: CPU seconds that the processes used that it has started.
+        device_works: Whether its device had work left before and after that; ``None``: nobody has answered for one.
     """
 
     pid: int
@@ -52,6 +53,7 @@ class ProcessEvidence:
     written_bytes: int = 0
     threads: list[Thread] = field(default_factory=list)
     children_cpu_s: float = 0.0
+    device_works: bool | None = None
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import psutil
 
 from lightning_resilience._processes import has_signal, is_running
+from lightning_resilience.detect.hangs import device_probe
 from lightning_resilience.detect.hangs.evidence import ProcessEvidence, RankEvidence
 from lightning_resilience.detect.hangs.flight_recorder import merge
 from lightning_resilience.detect.hangs.progress import ProgressRecord
@@ -54,6 +55,7 @@ def probe_process(about: dict[str, Any], path: Path, record: ProgressRecord | No
         seconds: Since it made any.
     """
     pid, main_thread = int(about["pid"]), int(about["main_thread"])
+    worked = device_probe.has_work(path.with_suffix(".device"))
     began = time.monotonic()
     before = usage_of_tree(pid) if is_running(about) else {}
     state = _state(pid) if pid in before else "gone"
@@ -62,6 +64,7 @@ def probe_process(about: dict[str, Any], path: Path, record: ProgressRecord | No
         time.sleep(WRITES_OVER_S if record is not None and record.section == "checkpointing" else BUSY_OVER_S)
     after = usage_of_tree(pid) if before else {}
     watched_s = time.monotonic() - began
+    works = None if worked is None else device_probe.has_work(path.with_suffix(".device"))
     answers = python_answers = None
     collectives: dict[str, Any] | None = None
     stacks = ""
@@ -83,6 +86,7 @@ def probe_process(about: dict[str, Any], path: Path, record: ProgressRecord | No
         written_bytes=own_after.written_bytes - own_before.written_bytes,
         threads=parse_stacks(stacks, main_thread),
         children_cpu_s=max(0.0, _children_cpu_s(pid, after) - _children_cpu_s(pid, before)),
+        device_works=works and worked,
     )
     return RankEvidence(
         rank=int(about["rank"]),

@@ -20,13 +20,14 @@ import socket
 import stat
 import tempfile
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from lightning_resilience._files import read_json, write_json
 from lightning_resilience._processes import describe_process
 from lightning_resilience.detect.hangs import terminal_input
+from lightning_resilience.detect.hangs.device_probe import DeviceAnswers
 from lightning_resilience.detect.hangs.progress import Progress, Section
 from lightning_resilience.run import exit_codes, time_account
 
@@ -155,6 +156,7 @@ class RankProbe:
         self._stacks = open(self._path.with_suffix(".stacks"), "ab", buffering=0)
         self.handle_signals()
         self._server: Any | None = None
+        self._device: DeviceAnswers | None = None
         try:
             time_account.OF_PROCESS.share(self._path.with_suffix(".time"))
             if not is_workers:  # the server needs torch
@@ -196,8 +198,18 @@ class RankProbe:
         self._register()
         self.progress.begin(timeouts)
 
+    def answer_for_device(self, has_work: Callable[[], bool]) -> None:
+        """From here to the end of the fit tells the watchdog whether the device has work left.
+
+        Args:
+            has_work: Asks it; called in another thread.
+        """
+        with contextlib.suppress(OSError):  # a path that is too long has been said of the worker server
+            self._device = DeviceAnswers(self._path.with_suffix(".device"), has_work)
+
     def end_fit(self) -> None:
         """The rank leaves the fit."""
+        self._answer_no_more()
         if self._is_workers:
             self.progress.timeouts["start"] = self._start_timeout  # the launcher's, whatever held for the fit
             self.progress.enter("start")
@@ -227,10 +239,16 @@ class RankProbe:
         if time_account.OF_PROCESS.is_shared:
             time_account.OF_PROCESS.close()  # before the watchdog sees that the rank has left
         self.progress.close()
+        self._answer_no_more()
         faulthandler.unregister(STACKS_SIGNAL)
         _set_c_handler(EXIT_SIGNAL, _C_SIG_IGN)
         self._stacks.close()
         self._end_server()
+
+    def _answer_no_more(self) -> None:
+        device, self._device = self._device, None
+        if device is not None:
+            device.close()
 
     def _end_server(self) -> None:
         server, self._server = self._server, None

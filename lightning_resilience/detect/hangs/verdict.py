@@ -512,7 +512,8 @@ class _Diagnosis:
             return self._unfinished(*self.unfinished[rank], where)
         if each.section == "start" and self._may_wait_outside(each):
             return "outside", f"waiting for something that is no rank in {where}"
-        return "stuck", f"stuck in {where}" + _activity(each.process)
+        waits = ", while its device has work left" if each.process.device_works else ""
+        return "stuck", f"stuck in {where}" + (_activity(each.process) or waits)
 
     def _may_wait_outside(self, each: RankEvidence) -> bool:
         """Whether a rank outside of a fit may wait for something unseen, such as data that another one fetches."""
@@ -592,7 +593,8 @@ def _waiting_place(frames: Sequence[Frame]) -> str | None:
 
 def _activity(process: ProcessEvidence) -> str:
     """What a process is busy with, readable; empty: it is idle."""
-    if process.state == "running" or process.cpu_s >= _BUSY_FROM * process.watched_s > 0:
+    is_running = process.state == "running" or process.cpu_s >= _BUSY_FROM * process.watched_s > 0
+    if is_running and not process.device_works:  # who waits for a GPU looks again and again
         return ", busy on the CPU"
     if _rate(process) >= _WRITES_FROM:
         return f", writing {_rate(process) / 1e6:.0f} MB/s"
