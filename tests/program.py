@@ -106,8 +106,8 @@ DEFAULTS: dict[str, Any] = {
     "fits": 1,
     "events": [],  # {"at": "train", "step": 23, "rank": 1, "do": "SIGKILL"}
     "step_s": 0.0,
-    # or True (FSDP2), "hybrid" (replicas of its shards), "whole file" (what is saved is gathered), "fsdp1 sharded" or
-    # "fsdp1 full"
+    # or True (FSDP2), "hybrid" (replicas of its shards), "own mesh" (the same, with a mesh of the module's own and other
+    # samples on each rank), "whole file" (what is saved is gathered), "fsdp1 sharded" or "fsdp1 full"
     "sharded": False,
     "wraps": False,  # the module itself wraps a layer, for FSDP1
     "data_parallel": None,  # of the sharded ranks; the others share out tensors
@@ -456,6 +456,12 @@ class Module(L.LightningModule):
                 self.net.to(self.trainer.strategy.root_device)  # fully_shard does it itself for CUDA, by other means
             # The other ranks share out tensors, or with "hybrid" each of the groups has a replica.
             mesh = self.device_mesh if self.config["sharded"] == "hybrid" else self.device_mesh["data_parallel"]
+            if self.config["sharded"] == "own mesh":
+                from torch.distributed.device_mesh import init_device_mesh
+
+                device, sizes = self.trainer.strategy.root_device.type, (self.trainer.world_size // 2, 2)
+                mesh = init_device_mesh(device, sizes, mesh_dim_names=("replicate", "shard"))
+                fully_shard(self.net[3], mesh=mesh)
             fully_shard(self.net, mesh=mesh)
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Any:

@@ -137,6 +137,7 @@ def test_what_ranks_need() -> None:
     assert replace(found, replicated_shards=0).replicated == []
     assert [found.saved_for(rank, 3) for rank in range(3)] == [[0, 3], [1], [2]]
     assert found.saved_for(0, 1) == [0, 1, 2, 3]
+    assert [found.saved_for(rank, 6, 2) for rank in (3, 4, 5)] == [[3], [0], [1]]  # in groups of 2
     of_fewer = replace(found, places=8)  # of which rank 0 has taken the places 0 and 4, and so on
     assert [of_fewer.saved_for(rank, 6) for rank in range(6)] == [[0, 2], [1, 3], [2], [3], [0], [0, 1]]
     assert of_fewer.saved_for(7, 8) == [0, 3], "its checkpoint is that of rank 0"

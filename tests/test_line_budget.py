@@ -15,17 +15,17 @@ PACKAGE = Path(__file__).parents[1] / "lightning_resilience"
 
 BUDGET = {
     ".": 3180,
-    "_lightning": 1856,
+    "_lightning": 1885,
     "callbacks": 576,
-    "checkpoint": 4930,
+    "checkpoint": 4938,
     "contrib": 225,
     "detect": 325,
     "detect/hangs": 2550,
     "detect/numerics": 800,
     "detect/stragglers": 370,
-    "elastic": 513,
+    "elastic": 511,
     "fit": 6964,
-    "launch": 9014,
+    "launch": 8999,
     "launch/schedulers": 508,
     "run": 3147,
 }

@@ -1414,7 +1414,8 @@ def bring_back(
         try:
             fetch = together.fetch(place.rank, store)
             gather = together.gather(place.rank)
-            tier = LocalTier(store, ranks, place.rank, OWNER, kind, gather, fetch, lambda places: why_not)
+            shared = functools.partial(tuple[str, int], (kind, int(kind == "whole")))
+            tier = LocalTier(store, ranks, place.rank, OWNER, shared, gather, fetch, lambda places: why_not)
             usable, reasons = tier.find(without)
             tried = []
             for generation in usable:

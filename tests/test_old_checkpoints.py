@@ -97,7 +97,7 @@ def test_shards_of_a_node(saved: Path, rank: int) -> None:
             return [scans[-1], ([], [])]
         return [value, value]
 
-    about = {"run": "run-1", "fit": 0}, "whole", gather, lambda *_: {}, lambda _: "", Patience
+    about = {"run": "run-1", "fit": 0}, lambda: ("whole", 1), gather, lambda *_: {}, lambda _: "", Patience
     tier = LocalTier(store, where, rank, *about)
     (generation,), reasons = tier.find(forks=[12])
     assert (generation.step, generation.course, reasons) == (12, 1, [])

@@ -6,7 +6,7 @@ import copy
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import cycle, islice
@@ -27,6 +27,7 @@ from torch.utils.data import (
 
 from lightning_resilience._lightning import lightning_data
 from lightning_resilience._lightning.lightning_patches import Patches
+from lightning_resilience._lightning.lightning_strategies import name_of
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -48,11 +49,20 @@ def why_not(trainer: Trainer, loader: Any) -> str | None:
     if sized_len(loader) is None:
         return "it is not known how many batches there are"  # Lightning fetches one ahead, then
     if isinstance(loader.sampler, DistributedSampler):
-        if type(loader.sampler) is not DistributedSampler or loader.sampler.num_replicas != trainer.world_size:
+        counts = {trainer.world_size, _parts(trainer, None)}
+        if type(loader.sampler) is not DistributedSampler or loader.sampler.num_replicas not in counts:
             return f"the script's {type(loader.sampler).__name__} divides them in a way of its own"
     elif not trainer._accelerator_connector.use_distributed_sampler:
         return "the Trainer has use_distributed_sampler=False"
     return None
+
+
+def _parts(trainer: Trainer, sampler: Any) -> int:
+    """Into how many parts the samples are divided: those that Lightning takes for parallel to tensors read the same."""
+    if isinstance(sampler, DistributedSampler):
+        return sampler.num_replicas
+    about = trainer.distributed_sampler_kwargs if trainer.world_size > 1 else None
+    return int(about["num_replicas"]) if about else 1
 
 
 Order = list[Any]
@@ -198,10 +208,14 @@ class TrainingData:
         if now.denominator > 1:
             return f"a batch of {size} cannot be divided so that a step keeps its samples"
         samples, drops = len(loader.dataset), (loader.drop_last, getattr(loader.sampler, "drop_last", False))  # type: ignore[arg-type]
-        before = now * self._among / division.before
-        if _steps(samples, self._among, now, *drops) != _steps(samples, division.before, before, *drops):
+        among, before = (count // self._alike(loader) for count in (self._among, division.before))
+        if _steps(samples, among, now, *drops) != _steps(samples, before, now * among / before, *drops):
             return "drop_last leaves out other samples"
         return None
+
+    def _alike(self, loader: DataLoader[Any]) -> int:
+        """How many ranks in a row have the same samples."""
+        return int(self._trainer.world_size) // _parts(self._trainer, loader.sampler)
 
     def _why_not_in_order(self, loader: DataLoader[Any], order: Order | None) -> str | None:
         if order is None:
@@ -214,7 +228,8 @@ class TrainingData:
     def _sampler_of(self, rank: int, loader: DataLoader[Any], order: Order | None, shuffle: bool, mode: Any) -> Any:
         connector: Any = sys.modules[type(self._trainer._data_connector).__module__]
         trainer: Any = self._trainer
-        theirs = loader.sampler
+        theirs, alike = loader.sampler, self._alike(loader)
+        among, rank = self._among // alike, rank // alike
         if isinstance(theirs, DistributedSampler):
             about: Any = (theirs.shuffle, theirs.seed, theirs.drop_last)
         else:  # perhaps another number of ranks had the script's
@@ -223,14 +238,14 @@ class TrainingData:
             dataset: Any = theirs.dataset if isinstance(theirs, DistributedSampler) else loader.dataset
             shuffle, seed, drop_last = about
             options = {"shuffle": shuffle, "seed": seed, "drop_last": drop_last}
-            sampler: Any = DistributedSampler(dataset, self._among, rank, **options)
+            sampler: Any = DistributedSampler(dataset, among, rank, **options)
         else:
             sampler = connector._get_distributed_sampler(
                 loader,
                 shuffle,
                 mode=mode,
                 overfit_batches=trainer.overfit_batches,
-                num_replicas=self._among,
+                num_replicas=among,
                 rank=rank,
             )
         if is_of_one(order) and type(sampler) is DistributedSampler and self._division.epoch is not None:
@@ -321,6 +336,19 @@ def _copied(batch: Any) -> Any:
     return apply_to_collection(batch, torch.Tensor, torch.clone)
 
 
+@contextmanager
+def _reduced_in_groups(module: torch.nn.Module) -> Iterator[None]:
+    """Has FSDP2 keep gradients in shards as always, and not add up those of the groups that have the same shards."""
+    layers: list[Any] = [each for each in module.modules() if hasattr(each, "set_requires_all_reduce")]
+    for each in layers:
+        each.set_requires_all_reduce(False, recurse=False)
+    try:
+        yield
+    finally:
+        for each in layers:
+            each.set_requires_all_reduce(True, recurse=False)
+
+
 MicroBatch = tuple[Any, Callable[[], AbstractContextManager[Any]]]
 """A batch on the host, and what makes the context that is in force for its forward and backward pass.
 
@@ -354,6 +382,8 @@ def add_micro_batches(
 
     def unreduced() -> AbstractContextManager[Any]:
         strategy: Any = trainer.strategy
+        if name_of(strategy) == "ModelParallelStrategy":
+            return _reduced_in_groups(strategy.model)
         return strategy.block_backward_sync() if hasattr(strategy, "block_backward_sync") else nullcontext()
 
     def on_device(batch: Any) -> Any:

@@ -13,6 +13,7 @@ from torch.nn.parameter import is_lazy
 from lightning_resilience._lightning import lightning_signals
 from lightning_resilience._lightning.lightning_callbacks import callbacks_named
 from lightning_resilience._lightning.lightning_patches import Patches
+from lightning_resilience.checkpoint import sharded
 from lightning_resilience.checkpoint.safe_serialization import map_nested
 from lightning_resilience.checkpoint.snapshot import optimizer_tensors
 
@@ -106,6 +107,19 @@ def replicates_state(trainer: Trainer) -> bool:
     return not averages and not getattr(ddp, "parameters_to_ignore", None)
 
 
+def group_size(trainer: Trainer) -> int:
+    """How many ranks hold the state together, while each further group of as many holds it as well.
+
+    1 with plain DDP, the ranks of a group with replicas of FSDP2's shards (HSDP), 0 otherwise. That is known when the
+    strategy is set up: with ``ModelParallelStrategy`` the script makes what parameters are.
+    """
+    if (name := name_of(trainer.strategy)) in ("DDPStrategy", "SingleDeviceStrategy"):
+        return 1
+    parameters = trainer.lightning_module.parameters() if name == "ModelParallelStrategy" else ()
+    sizes = {sharded.group_size(each, trainer.world_size) for each in parameters}
+    return sizes.pop() if len(sizes) == 1 else 0
+
+
 def has_static_graph(trainer: Trainer) -> bool:
     """Whether DDP is told that all steps are alike; known before it is set up."""
     return bool(getattr(trainer.strategy, "_ddp_kwargs", {}).get("static_graph"))
@@ -161,9 +175,11 @@ def broadcast_buffers(trainer: Trainer) -> list[torch.Tensor]:
 
 
 def groups_of_mesh(trainer: Trainer) -> list[Any]:
-    """The process groups of the strategy's device mesh, which each start of a fit makes anew."""
-    mesh: Any = getattr(trainer.strategy, "_device_mesh", None)
-    return [] if mesh is None else list(mesh.get_all_groups())
+    """The process groups of device meshes, the strategy's and the script's, which each start of a fit makes anew."""
+    meshes: list[Any] = [getattr(trainer.strategy, "_device_mesh", None)]
+    meshes += [getattr(each, "device_mesh", None) for each in trainer.lightning_module.parameters()]
+    distinct = {id(mesh): mesh for mesh in meshes if mesh is not None}
+    return [group for mesh in distinct.values() for group in mesh.get_all_groups()]
 
 
 def is_zero(optimizer: Any) -> bool:

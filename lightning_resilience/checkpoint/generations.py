@@ -7,6 +7,9 @@ that keeps a copy of it, or on a node that did not take part in the save.
 The places of a run are those of the ranks with which it was begun. Of ``n`` processes, number ``r`` takes the places
 ``r``, ``r + n``, ``r + 2 * n``, ..., and its shard has their states. So which shards a process needs follows from how
 many processes have saved the generation, how many there are now, and how many places the run has.
+
+Where groups of ranks hold the state together, there are whole groups of places and of processes. So a process takes the
+places of ranks that have the same part of the state as itself.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ SHARD_SUFFIX = ".shard"
 GENERATION_FOLDER = re.compile(r"step-(?P<step>[0-9]{12,})-(?P<generation>[0-9a-f]{8})")
 
 WHOLE = "whole"
-"""The kind of a generation whose ranks each had the whole state, so that another number of ranks can read it."""
+"""The kind of a generation whose ranks each had the whole state."""
 
 
 def shard_path(directory: Path, step: int, generation: str, name: str) -> Path:
@@ -155,13 +158,18 @@ class Generation:
     sizes: dict[str, int] = field(default_factory=dict)
     differs: bool = False
 
-    def saved_for(self, rank: int, world_size: int) -> list[int]:
+    def saved_for(self, rank: int, world_size: int, group: int = 1) -> list[int]:
         """The ranks whose shards ``rank`` of ``world_size`` ranks needs.
 
-        First the one from whose shard it takes its checkpoint: itself or, if there were not so many, rank 0. Then those
-        that have saved the states of its places.
+        First the one from whose shard it takes its checkpoint: itself or, if there were not so many, the rank of the
+        first group that has the same. Then those that have saved the states of its places.
+
+        Args:
+            rank: The rank.
+            world_size: How many there are.
+            group: How many ranks hold the state together.
         """
-        first = rank if rank < self.world_size else 0
+        first = rank if rank < self.world_size else rank % group
         places = range(rank, self.places or self.world_size, world_size)
         return list(dict.fromkeys([first, *(place % self.world_size for place in places)]))
 
@@ -228,10 +236,15 @@ class Transfer:
         return f"{self.shard} from rank {self.source} to rank {self.destination}"
 
 
-def plan_transfers(generation: Generation, ranks: Sequence[RankLocation]) -> list[Transfer]:
+def plan_transfers(generation: Generation, ranks: Sequence[RankLocation], group: int = 1) -> list[Transfer]:
     """The transfers after which every node has the shards that its ranks need; the same list on every rank.
 
     Only for a generation without missing shards. Of the nodes that have a shard, the rank that has sent least sends it.
+
+    Args:
+        generation: What they need.
+        ranks: Where all ranks are.
+        group: How many of them hold the state together.
     """
     on_node: dict[str, list[RankLocation]] = {}
     for location in ranks:
@@ -241,7 +254,7 @@ def plan_transfers(generation: Generation, ranks: Sequence[RankLocation]) -> lis
     for node, here in on_node.items():
         needed: dict[str, int] = {}
         for location in here:
-            for rank in generation.saved_for(location.rank, len(ranks)):
+            for rank in generation.saved_for(location.rank, len(ranks), group):
                 needed.setdefault(rank_shard(rank), location.rank)
         for index, name in enumerate(generation.replicated):
             needed[name] = here[index % len(here)].rank

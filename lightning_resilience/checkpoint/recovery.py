@@ -19,7 +19,6 @@ from lightning_resilience._files import Patience
 from lightning_resilience.checkpoint import shard
 from lightning_resilience.checkpoint.checkpoint_file import CorruptCheckpoint
 from lightning_resilience.checkpoint.generations import (
-    WHOLE,
     Generation,
     RankLocation,
     ShardInfo,
@@ -64,7 +63,8 @@ class LocalTier:
         locations: Locations of all ranks, by rank.
         rank: This rank.
         owner: Identity fields that all shards of this fit have: run and fit.
-        kind: How the ranks partition their state; see :attr:`.Generation.kind`.
+        kind: Gives how the ranks partition their state, see :attr:`.Generation.kind`, and how many of them hold it
+            together, so that another number of such groups can read it; 0: all of them do. Known when a fit is set up.
         gather: See :data:`Gather`.
         fetch: See :data:`Fetch`.
         why_not: Why these ranks cannot go on with a run that was begun with so many ranks; ``None`` if they can.
@@ -77,7 +77,7 @@ class LocalTier:
         locations: Sequence[RankLocation],
         rank: int,
         owner: dict[str, Any],
-        kind: str,
+        kind: Callable[[], tuple[str, int]],
         gather: Gather,
         fetch: Fetch,
         why_not: Callable[[int], str | None],
@@ -87,7 +87,7 @@ class LocalTier:
         self.locations = locations
         self.location = locations[rank]
         self.owner = owner
-        self.kind = kind
+        self._kind = kind
         self._gather = gather
         self._fetch = fetch
         self._patience = patience
@@ -106,6 +106,7 @@ class LocalTier:
             without: Names of generations to leave out.
             forks: Steps at which the training left a course; see :func:`~.generations.is_on_course`.
         """
+        kind, self._group = self._kind()
         scans = self._gather(self._scan())
         self.unreadable = [each for _, unreadable in scans for each in unreadable]
         found = generations([each for shards, _ in scans for each in shards], without)
@@ -113,8 +114,8 @@ class LocalTier:
         for each in found:
             if (refusal := self._refusal(each)) is not None:
                 reasons.append(f"that of step {each.step} was saved by {refusal}")
-            elif each.kind != self.kind:
-                reasons.append(f"that of step {each.step} was saved by another strategy ({each.kind}, not {self.kind})")
+            elif each.kind != kind:
+                reasons.append(f"that of step {each.step} was saved by another strategy ({each.kind}, not {kind})")
             elif not is_on_course(forks, each.course, each.step):
                 reasons.append(f"that of step {each.step} was saved before the training rolled back past it")
             elif each.missing and each.differs:
@@ -129,7 +130,7 @@ class LocalTier:
     def _refusal(self, generation: Generation) -> str | None:
         """By how many ranks a generation was saved, if those that are there cannot go on from it."""
         now = len(self.locations)
-        if generation.world_size != now and self.kind != WHOLE:
+        if generation.world_size != now and not self._group:
             return f"{generation.world_size} ranks; this fit has {now}"
         if generation.places != now and (reason := self._why_not(generation.places)) is not None:
             return f"a run of {generation.places} ranks; this fit has {now}, and {reason}"
@@ -210,7 +211,7 @@ class LocalTier:
 
     def _fetch_missing(self, generation: Generation) -> list[_Lost]:
         """Fetches the shards that nodes lack and publishes them there; returns those that failed, on any rank."""
-        transfers = plan_transfers(generation, self.locations)
+        transfers = plan_transfers(generation, self.locations, self._group)
         if not transfers:
             return []
         self.used_replica = True
@@ -244,7 +245,7 @@ class LocalTier:
 
     def _read(self, generation: Generation) -> tuple[dict[int, dict[str, Any]] | None, list[_Lost]]:
         """Verifies and reads the shards that this rank needs, from its own node."""
-        ranks = {rank_shard(rank): rank for rank in generation.saved_for(self.location.rank, len(self.locations))}
+        ranks = {rank_shard(rank): rank for rank in self._needed(generation)}
         structures: dict[str, Any] = {}
         contents: dict[str, list[torch.Tensor]] = {}
         for name in (*ranks, *generation.replicated):
@@ -281,10 +282,13 @@ class LocalTier:
 
     def saved_at(self, generation: Generation) -> float | None:
         """When it was saved, in seconds since the epoch; ``None`` if this node has no shard that this rank needs."""
-        for rank in generation.saved_for(self.location.rank, len(self.locations)):
+        for rank in self._needed(generation):
             with suppress(OSError):
                 return self._path(generation, rank_shard(rank)).stat().st_mtime
         return None
+
+    def _needed(self, generation: Generation) -> list[int]:
+        return generation.saved_for(self.location.rank, len(self.locations), self._group)
 
     def _path(self, generation: Generation, name: str) -> Path:
         return self.store.path(generation.step, generation.name, name)

@@ -87,10 +87,29 @@ def _is_part(value: Any) -> bool:
     return isinstance(value, dict) and _LOCAL in value
 
 
+def group_size(tensor: torch.Tensor, ranks: int) -> int:
+    """How many ranks hold a tensor together, while each further group of as many holds it as well.
+
+    Args:
+        tensor: Any.
+        ranks: How many ranks there are.
+
+    Returns:
+        0 if it is laid out in another way than in groups of ranks that follow each other.
+    """
+    if DTensor is None or not isinstance(tensor, DTensor) or tensor.device_mesh.ndim != 2:
+        return 0
+    (copies, parts), mesh = tensor.placements, tensor.device_mesh
+    is_known = copies.is_replicate() and parts.is_shard() and mesh.mesh.flatten().tolist() == [*range(ranks)]
+    return mesh.size(1) if is_known else 0
+
+
 def _layout(tensor: Any) -> dict[str, Any]:
+    """What a rank's part depends on: not on how many others have the same."""
+    placed = zip(tensor.device_mesh.shape, tensor.placements, strict=True)
     return {
         "shape": list(tensor.shape),
-        "mesh": list(tensor.device_mesh.shape),
+        "mesh": [0 if placement.is_replicate() else size for size, placement in placed],
         "placements": [str(placement) for placement in tensor.placements],
     }
 
@@ -99,7 +118,7 @@ def _rebuild(value: dict[str, Any], near: Any) -> Any:
     """A DTensor in the layout in which it was saved, on the mesh of ``near``."""
     layout = value["layout"]
     placements: list[Any] = []
-    if DTensor is not None and isinstance(near, DTensor) and layout["mesh"] == list(near.device_mesh.shape):
+    if DTensor is not None and isinstance(near, DTensor) and _fits(layout["mesh"], near.device_mesh.shape):
         usual = (Replicate(), Partial(), *(Shard(axis) for axis in range(len(layout["shape"]))))
         known = {str(placement): placement for placement in (*usual, *near.placements)}
         placements = [known[name] for name in layout["placements"] if name in known]
@@ -113,6 +132,11 @@ def _rebuild(value: dict[str, Any], near: Any) -> Any:
         shape=torch.Size(layout["shape"]),
         stride=tuple(layout["stride"]),
     )
+
+
+def _fits(saved: list[int], shape: tuple[int, ...]) -> bool:
+    """Whether a mesh is that of a layout."""
+    return len(saved) == len(shape) and all(size in (0, now) for size, now in zip(saved, shape, strict=True))
 
 
 def optimizer_state_from_local(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:

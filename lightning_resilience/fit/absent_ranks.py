@@ -46,12 +46,16 @@ def why_not(trainer: Trainer, before: int) -> str | None:
     """Why the ranks that are there cannot have the steps of a run of others; ``None`` if they can.
 
     Args:
-        trainer: The Trainer, before its strategy is set up.
+        trainer: The Trainer, when its strategy is set up.
         before: How many ranks the run has; if there are not as many, they train for those that are absent.
     """
-    module = trainer.lightning_module
-    if lightning_strategies.name_of(trainer.strategy) not in ("DDPStrategy", "SingleDeviceStrategy"):
+    module, group = trainer.lightning_module, lightning_strategies.group_size(trainer)
+    if lightning_strategies.name_of(trainer.strategy) == "ModelParallelStrategy" and not group:
+        return "not all parameters are FSDP2's on a mesh of replicas of shards, in groups of ranks one after the other"
+    if not group:
         return f"{type(trainer.strategy).__name__} is not plain DDP"
+    if before % group:
+        return f"{before} ranks are no whole groups of {group}"
     if lightning_callbacks.callbacks_named(trainer, "LocalSGD"):
         return "ranks train apart (LocalSGD)"
     if lightning_data.fetches_itself(module):

@@ -246,7 +246,7 @@ class ExactState:
         states = {rank: _with_defaults(each) for rank, each in states.items()}
         before = next(iter(states.values())).get("world_size", saved_by)
         states |= {int(rank): each for present in states.values() for rank, each in present["absent"].items()}
-        own = states.get(self.fit.rank) or self._of_newcomer(states[0])
+        own = states.get(self.fit.rank) or self._of_newcomer(next(iter(states.values())))
         epoch = checkpoint["loops"]["fit_loop"]["epoch_progress"]["current"]["processed"]
         self._left_out = own["left_out"]
         is_over = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]["is_last_batch"]

@@ -119,7 +119,7 @@ class LocalSavePolicy(Participant):
             self.locations,
             session.fit.rank,
             self.owner,
-            _kind(trainer),
+            lambda: _kind(trainer),
             session.fit.gather,
             self._fetch,
             lambda places: absent_ranks.why_not(trainer, places),
@@ -248,7 +248,7 @@ class LocalSavePolicy(Participant):
         """Identity fields of all shards that are saved from now on."""
         commons = self.location.shares if self._common else 0
         layout = {
-            "kind": _kind(self.session.fit.trainer),
+            "kind": _kind(self.session.fit.trainer)[0],
             "commons": commons,
             "course": self.session.selector.course,
             "places": self.session.exact.places,
@@ -528,15 +528,16 @@ class LocalSavePolicy(Participant):
             self._replicas.close()
 
 
-def _kind(trainer: Trainer) -> str:
-    """How ranks share out the state: what one kind has saved no other can read."""
+def _kind(trainer: Trainer) -> tuple[str, int]:
+    """How ranks share out the state: what one kind has saved no other can read; and how many of them do."""
     strategy = trainer.strategy
     if not lightning_strategies.traits_of(strategy).all_ranks_write:
-        return WHOLE
+        return WHOLE, 1
+    group = lightning_strategies.group_size(trainer)
     mesh = getattr(getattr(strategy, "device_mesh", None), "shape", ())
     how = getattr(getattr(strategy, "sharding_strategy", None), "name", "")  # of FSDP1
-    over = f" over {list(mesh)}" if mesh else ""
-    return f"sharded by {type(strategy).__name__}" + (f" ({how})" if how else "") + over
+    over = f" in groups of {group}" if group else f" over {list(mesh)}" if mesh else ""
+    return f"sharded by {type(strategy).__name__}" + (f" ({how})" if how else "") + over, group
 
 
 def _make_coordinator(prefix: str, world_size: int) -> SaveCoordinator:

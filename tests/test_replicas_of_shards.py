@@ -1,0 +1,149 @@
+"""HSDP: groups of ranks that each hold the whole state in shards. A run goes on with fewer groups, or with more."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+from lightning_resilience.run.settings import GLOBAL_BATCH_VARIABLE
+from tests.harness import result, run, weights
+from tests.test_absent_ranks import BATCHES, SAME_FOR_ALL, kill, samples
+from tests.test_exact_resume import make
+
+SHARDS = 2  # ranks of a group
+
+
+def with_groups(config: dict[str, Any], groups: int) -> dict[str, Any]:
+    """The same run with as many groups of ranks, each rank with its own samples, or each group."""
+    ranks = groups * SHARDS
+    parts = ranks if config["sharded"] == "own mesh" else groups
+    about = {"batches": BATCHES // ranks, "size": 4 * BATCHES * SHARDS if parts == ranks else 4 * BATCHES}
+    data_parallel = None if config["sharded"] == "own mesh" else groups
+    return {**config, **about, "data_parallel": data_parallel, "trainer": {**config["trainer"], "devices": ranks}}
+
+
+LOCAL: dict[str, Any] = {
+    "callbacks": ["preemption", "auto_resume", "local_checkpoint"],
+    "local": {"every_n_train_steps": 1},
+    "save_every": 1000,
+    "step_s": 0.05,
+}
+
+
+def killed_and_resumed(
+    tmp: Path, *groups: int, environment: dict[str, str] | None = None, **options: Any
+) -> tuple[dict[str, Any], dict[int, list[int]], str]:
+    """Kills a run in its eighth step, its sixteenth and so on, and resumes it with other numbers of groups."""
+    config = make(tmp, "disturbed", **options)
+    trained: dict[int, list[int]] = {}
+    output = ""
+    for number, count in enumerate(groups):
+        is_last = number == len(groups) - 1
+        log = f"{config['log']}-{number}"
+        event = kill(config, 8 + 8 * number)
+        if "local" in options:
+            event = {"at": "train", "step": 8 + 8 * number, "do": "SIGKILL"}
+        part = {**with_groups(config, count), "log": log, "events": [] if is_last else [event]}
+        codes, output = run(part, tmp / "disturbed", environment=environment)
+        assert (set(codes) == {0}) if is_last else (-9 in codes), output
+        trained |= samples(log)
+    return config, trained, output
+
+
+def undisturbed(tmp: Path, groups: int, **options: Any) -> tuple[dict[str, Any], dict[int, list[int]]]:
+    config = with_groups(make(tmp, "undisturbed", **options), groups)
+    codes, output = run(config, tmp / "undisturbed")
+    assert set(codes) == {0}, output
+    return config, samples(config["log"])
+
+
+LOGGED = ("train_loss_epoch", "train_metric")
+
+
+def state_at_the_end(config: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """The whole parameters."""
+    (path,) = Path(config["run_dir"]).glob("fit-000/checkpoints/*-final.ckpt")
+    whole = Path(config["out"]).with_suffix(".whole")
+    dcp_to_torch_save(path, whole)
+    state: dict[str, torch.Tensor] = torch.load(whole, weights_only=True)["state_dict"]
+    return state
+
+
+def assert_ends_alike(config: dict[str, Any], wanted: dict[str, Any], logged: Collection[str] = LOGGED) -> None:
+    """Sums of more than two groups may be in another order."""
+    for name in logged:
+        value, known = (result(each)[0]["metrics"][name] for each in (config, wanted))
+        assert value == pytest.approx(known, rel=1e-5), name
+    if wanted["trainer"]["devices"] == 2 * SHARDS:
+        assert weights(config)[0] == weights(wanted)[0]
+    states = state_at_the_end(config), state_at_the_end(wanted)
+    for state in states:
+        del state["average"]  # of a rank's own losses
+    torch.testing.assert_close(*states, rtol=1e-4, atol=1e-6)
+
+
+CASES: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
+    "2-1, local": ((2, 1), {"sharded": "own mesh", **LOCAL}),
+    "3-2-3, global": ((3, 2, 3), {"sharded": "own mesh"}),
+    "2-1, global": ((2, 1), {"sharded": "own mesh"}),
+    "3-2-3, local": ((3, 2, 3), {"sharded": "own mesh", **LOCAL}),
+    "2-1, groups with the same samples": ((2, 1), {"sharded": "hybrid"}),
+    "3-2-3, groups with the same samples, local": ((3, 2, 3), {"sharded": "hybrid", "seeded_apart": True, **LOCAL}),
+    "more groups": ((1, 2), {"sharded": "own mesh", **SAME_FOR_ALL, **LOCAL}),
+    "workers, accumulation": (
+        (2, 1, 2),
+        {
+            "sharded": "own mesh",
+            "workers": 1,
+            "trainer": {"max_epochs": 3, "accumulate_grad_batches": 3},
+            "save_every": 1,
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize(("groups", "options"), CASES.values(), ids=CASES.keys())
+@pytest.mark.slow_but_for("2-1, local")
+def test_steps_are_those_of_the_run_as_it_was_begun(
+    tmp_path: Path, groups: tuple[int, ...], options: dict[str, Any]
+) -> None:
+    options = {"trainer": {"max_epochs": 3}, **options}
+    config, trained, output = killed_and_resumed(tmp_path, *groups, **options)
+    wanted, steps = undisturbed(tmp_path, groups[0], **options)
+    assert trained == steps
+    assert_ends_alike(config, wanted, LOGGED if groups[0] > 1 else LOGGED[:1])  # one is of a rank's own batches
+    if groups == (2, 1):
+        assert "was saved by a run of 4 ranks and is resumed by 2: each also trains on the batches" in output
+    if "local" in options and len(set(groups)) > 1:
+        assert re.search(r"Resuming from step \d+ \(local checkpoint \S+, saved by \d ranks", output)
+
+
+@pytest.mark.slow
+def test_the_batches_of_absent_groups_are_left_out(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"sharded": "own mesh", "trainer": {"max_epochs": 3}, **LOCAL}
+    shrink = {GLOBAL_BATCH_VARIABLE: "shrink"}
+    config, trained, output = killed_and_resumed(tmp_path, 3, 2, environment=shrink, **options)
+    wanted, steps = undisturbed(tmp_path, 3, **options)
+    begun = samples(f"{config['log']}-1")
+    assert 0 < len(begun) < len(steps)
+    of_two = samples(wanted["log"], range(2 * SHARDS))
+    assert trained == {step: of_two[step] if step in begun else ids for step, ids in steps.items()}
+    assert "is resumed by 4: the batches of the ranks that are absent are left out, as --global-batch" in output
+
+
+@pytest.mark.slow
+def test_ranks_that_are_no_whole_groups_go_on_as_before(tmp_path: Path) -> None:
+    """From the global checkpoint, at a place in the data that is rounded down."""
+    config = make(tmp_path, "disturbed", sharded="hybrid", trainer={"max_epochs": 1})
+    begun = with_groups(config, 2)
+    codes, output = run({**begun, "events": [kill(config, 8)]}, tmp_path / "disturbed")
+    assert -9 in codes, output
+    codes, output = run({**begun, "data_parallel": 1, "trainer": {"max_epochs": 1, "devices": 3}}, tmp_path)
+    assert set(codes) == {0}, output
+    assert "by a run of 4 ranks and is resumed by 3, and 4 ranks are no whole groups of 3: weights" in output
