@@ -106,8 +106,8 @@ DEFAULTS: dict[str, Any] = {
     "fits": 1,
     "events": [],  # {"at": "train", "step": 23, "rank": 1, "do": "SIGKILL"}
     "step_s": 0.0,
-    # or True (FSDP2), "hybrid" (replicas of its shards), "own mesh" (the same, with a mesh of the module's own and other
-    # samples on each rank), "whole file" (what is saved is gathered), "fsdp1 sharded" or "fsdp1 full"
+    # or True (FSDP2), "hybrid" (replicas of its shards), "own mesh" (the same, with a mesh of the module's own, and
+    # other samples on each rank), "whole file" (what is saved is gathered), "fsdp1 sharded" or "fsdp1 full"
     "sharded": False,
     "wraps": False,  # the module itself wraps a layer, for FSDP1
     "data_parallel": None,  # of the sharded ranks; the others share out tensors

@@ -83,10 +83,18 @@ class Run:
     def record(self, lost: Mapping[int, str], generation: int, members: Any, kept: Collection[int]) -> None:
         self.recorded.append((sorted(lost), members, sorted(kept)))
 
-    def say(self, rank: int, state: str, fewer: str = "", tasks: str = "", generation: int | None = None) -> None:
+    def say(
+        self,
+        rank: int,
+        state: str,
+        fewer: str = "",
+        tasks: str = "",
+        generation: int | None = None,
+        group: int = 1,
+    ) -> None:
         generation = self.policy.generation if generation is None else generation
         fields = {"state": state, "generation": generation, "reason": "", "fewer": fewer, "tasks": tasks}
-        self.policy.heard(rank, "state", fields)
+        self.policy.heard(rank, "state", {**fields, "group": group})
 
     def step(self, seconds: float = 0.0) -> None:
         self.now += seconds
@@ -550,6 +558,104 @@ def test_a_newcomer_that_is_lost_with_its_node_is_started_when_that_is_back(line
     run.away = set()
     run.step()
     assert run.started == [[2]]
+
+
+def of_groups(size: int = 6, group: int = 2, **options: Any) -> Run:
+    """Ranks that hold the state in groups."""
+    run = Run(size=size, **options)
+    for rank in range(size):
+        run.say(rank, "ready", group=group)
+    return run
+
+
+def test_whole_groups_go_on_and_who_has_lost_a_rank_of_its_group_waits_with_its_process(lines: list[str]) -> None:
+    run = of_groups()
+    run.lose(3)
+    assert run.told == [([0, 1, 2, 4, 5], [0, 1, 4, 5])]
+    assert run.started == [[3]]
+    run.come_together()
+    run.say(2, "waiting", generation=1)
+    run.step(deadlines.NEWCOMERS_GATHER_WITHIN_S + 1)
+    assert not run.told, "half a group is taken in"
+    run.say(3, "waiting", generation=1)
+    run.step()
+    run.step(deadlines.NEWCOMERS_GATHER_WITHIN_S)
+    assert run.told == [([0, 1, 2, 3, 4, 5], [0, 1, 2, 3, 4, 5])]
+    assert not run.started
+    assert (run.policy.generation, run.policy.restarts) == (2, 1)
+    assert lines == [
+        "Rank 3 was killed by SIGKILL: going on with 4 of 6 ranks (restart 1). Its replacement joins them when it is "
+        "ready. Rank 2 has shards of its group and waits for it.",
+        "Ranks 2 and 3 are back: going on with 6 of 6 ranks.",
+    ]
+
+
+def test_a_whole_group_at_the_door_waits_a_little_for_another_one() -> None:
+    run = of_groups()
+    run.lose(1, 3)
+    assert run.told == [([0, 2, 4, 5], [4, 5])]
+    run.come_together()
+    for rank in (0, 2, 1):
+        run.say(rank, "waiting", generation=1)
+    run.step()
+    assert not run.told
+    run.step(deadlines.NEWCOMERS_GATHER_WITHIN_S)
+    assert run.told == [([0, 1, 4, 5], [0, 1, 4, 5])]
+
+
+def test_the_others_wait_for_a_replacement_where_no_group_is_whole(lines: list[str]) -> None:
+    run = of_groups(size=4)
+    run.lose(1, 2)
+    assert run.told == [([0, 3], [0, 1, 2, 3]), ([1, 2], [0, 1, 2, 3])]
+    assert "They wait for it: no group of ranks that hold the whole state is left." in lines[0]
+
+
+def test_who_waits_at_the_door_and_a_spare_are_a_whole_group() -> None:
+    run = of_groups()
+    run.lose(3)
+    run.come_together()
+    run.say(2, "waiting", generation=1)
+    run.spares = {1, 3}
+    run.lose(3)  # it is on its way: no spare takes a newcomer's place, and it is started again
+    assert run.started == [[3]]
+    run.say(3, "waiting", generation=1)
+    run.told.clear()
+    run.lose(1)
+    assert run.told == [([0, 2, 3, 4, 5], [0, 1, 2, 3, 4, 5]), ([1], [0, 1, 2, 3, 4, 5])]
+
+
+def test_a_group_whose_replacement_fails_is_given_up_and_holds_nobody_up() -> None:
+    run = of_groups()
+    run.lose(3)
+    run.come_together()
+    run.say(2, "waiting", generation=1)
+    run.lose(3, code=1)
+    run.lose(5)
+    assert run.told == [([0, 1, 4], [0, 1])]
+    run.come_together()
+    for rank in (4, 5):
+        run.say(rank, "waiting", generation=2)
+    run.step()
+    assert run.told == [([0, 1, 4, 5], [0, 1, 4, 5])], "it does not wait for rank 2"
+
+
+def test_who_waits_at_the_door_is_ended_with_the_run() -> None:
+    run = of_groups(size=4)
+    run.lose(3)
+    run.come_together()
+    run.say(2, "waiting", generation=1)
+    run.say(0, "done")
+    run.step()
+    assert run.signalled == [([2], signal.SIGKILL), ([3], signal.SIGKILL)]
+
+
+def test_who_does_not_come_to_the_door_is_ended() -> None:
+    run = of_groups(size=4)
+    run.lose(3)
+    run.come_together()
+    run.say(3, "waiting", generation=1)
+    run.step(deadlines.REPLACED_WITHIN_S + 1)
+    assert run.signalled == [([2], signal.SIGKILL)]
 
 
 # -- the supervisor, with ranks that only talk to it -------------------------------------------------------------------

@@ -199,7 +199,7 @@ NAMES: dict[str, tuple[Callable[[Any], Any], set[str]]] = {
     ),
     "ModelParallelStrategy": (
         lambda t: importlib.import_module(f"{package_of(t)}.strategies").ModelParallelStrategy(),
-        {"_device_mesh"},
+        {"_data_parallel_size", "_device_mesh", "_tensor_parallel_size"},
     ),
     "AsyncCheckpointIO": (
         lambda t: async_checkpoint_io(package_of(t)),

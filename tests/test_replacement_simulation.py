@@ -34,13 +34,18 @@ they are back. Newcomers are killed, fail and wait before their door, at it and 
 11. Only a loss costs a restart, also that of a newcomer; to take newcomers in costs none, unless it fails. A newcomer
     that has failed by itself is not started again, and a run with members that go on does not end for it.
 
+Ranks hold the state in groups of two, each a part of it. A rank that has lost the other one leaves, and waits at the
+door with its process:
+
+12. A generation has whole groups. A rank that was not lost is not started again.
+
 Some ranks are on a second node, which goes away with all of them and comes back later:
 
-12. No rank is started on a node that is away. Where those that are left can go on, nobody waits for it, also where all
+13. No rank is started on a node that is away. Where those that are left can go on, nobody waits for it, also where all
     of them are restarted.
 
 The last tests put mistakes back, and expect one of them. Many more schedules:
-``python -m tests.test_replacement_simulation --schedules 5000 --seed 1 [--when-lost go-on|nodes]``.
+``python -m tests.test_replacement_simulation --schedules 5000 --seed 1 [--when-lost go-on|nodes|groups]``.
 """
 
 from __future__ import annotations
@@ -146,6 +151,7 @@ class Schedule:
         node: The ranks on the second node: when one of them falls, all are lost with it.
         away_s: How long it is away then.
         leaves_at: After how many turns the second node is told to stop.
+        group: How many ranks hold the state together.
     """
 
     seed: int
@@ -168,6 +174,7 @@ class Schedule:
     node: frozenset[int] = frozenset()
     away_s: float = 0.0
     leaves_at: int | None = None
+    group: int = 1
 
     @classmethod
     def of(cls, seed: int) -> Schedule:
@@ -220,6 +227,20 @@ class Schedule:
             spares=chosen.choice([0.0, 0.0, 0.0, 0.3, 1.0]),
             start_s=chosen.choice([0.03, 0.03, 0.1, 0.5, 3.0]),
             newcomers_fail=frozenset({who} if chosen.random() < 0.2 else ()),
+        )
+
+    @classmethod
+    def of_groups(cls, seed: int) -> Schedule:
+        """The same with ranks that hold the state in groups of two."""
+        chosen, base = random.Random(f"groups {seed}"), cls.going_on(seed)
+        size = chosen.choice([4, 4, 6])
+        falls = {
+            (rank if rank == SUPERVISOR else chosen.choice([rank, rank ^ 1, chosen.randrange(size)]), turn)
+            for rank, turn in base.falls
+        }
+        fails = {rank ^ chosen.randrange(2) for rank in base.newcomers_fail}
+        return replace(
+            base, world_size=size, falls=frozenset(falls), newcomers_fail=frozenset(fails), group=2, min_ranks=1
         )
 
     @classmethod
@@ -607,7 +628,7 @@ class Simulation:
         self.raised: set[tuple[int, int]] = set()
         self.fallen: list[int] = []
         self.replacements = self.restarts = self.saved_after_loss = self.growths = self.newcomers_lost = 0
-        self.gone_on = self.at_once = 0
+        self.gone_on = self.at_once = self.sent_back = 0
         self.grown_at: list[float] = []
         self.last_kept: list[Process] = []  # by those that have taken newcomers in
         self.resumed: Counter[int] = Counter()
@@ -810,6 +831,8 @@ class Simulation:
                 self.newcomers_lost += last.was_disturbed and not last.is_lost_with_node
                 if last.exit_code == 1:
                     raise Violation(f"newcomer {rank} has failed by itself, and is started again")
+            if is_newcomer and not is_restart and not last.was_disturbed and not last.is_lost_with_node:
+                raise Violation(f"rank {rank} is started again, and was not lost")
             self._start(rank, generation, is_newcomer)
 
     def _start(self, slot: int, generation: int, is_newcomer: bool) -> None:
@@ -856,12 +879,16 @@ class Simulation:
         for rank in ranks:
             self.pause()
             if kind == "replace":
-                self.members[rank].is_member = True
+                self.members[rank].is_member = rank in fields["members"]
+                self.sent_back += rank not in fields["members"]
             self.members[rank].channel.tell(Message(kind, json.loads(json.dumps(fields)), []))
 
     def check_members(self, members: list[int]) -> None:
         schedule = self.schedule
         is_whole = len(members) == schedule.world_size
+        counts = Counter(slot // schedule.group for slot in members)
+        if {*counts.values()} - {schedule.group}:
+            raise Violation(f"{members} are not whole groups")
         if len({*members}) < len(members) or members != sorted(members):
             raise Violation(f"{members} are not the members of a generation")
         if not is_whole and (schedule.fewer or schedule.when_lost == "hold"):
@@ -1025,6 +1052,7 @@ class Simulation:
         # What is known of absent ranks is among the values of this one.
         exact.absent_states, exact.put_back_absent, exact.stand_in = {}, lambda _: None, lambda *_: None
         trainer = SimpleNamespace(is_global_zero=rank == 0, world_size=size, strategy=SimpleNamespace(root_device=CPU))
+        trainer.num_nodes = 1
         run = SimpleNamespace(check_owner=self.check_owner, is_claimed_by_sibling=lambda: True)
         fit: Any = SimpleNamespace(trainer=trainer, rank=rank, nonce=nonce, token=token, run=run, saves_paused=False)
         fit.module, fit.rank_0_may_go_ahead = None, False
@@ -1306,6 +1334,7 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> Any:
         (reentry, "time_account", SimpleNamespace(OF_PROCESS=SimpleNamespace(enter=lambda where: None), RENDEZVOUS=0)),
         (reentry, "why_not", lambda session: session.why_not),
         (reentry, "absent_ranks", AbsentRanks),
+        (reentry, "lightning_strategies", SimpleNamespace(group_size=lambda trainer: of_now().schedule.group)),
         (
             reentry,
             "lightning_loggers",
@@ -1381,6 +1410,7 @@ def run_all(seeds: Iterable[int], folder: Path, schedule: Callable[[int], Schedu
         found["replaced at once"] += done.at_once
         found["taken in"] += done.growths
         found["newcomers lost"] += done.newcomers_lost
+        found["sent back"] += done.sent_back
         found["given up"] += bool(done.policy._newcomers.given_up)
         found["nodes lost"] += done.nodes_lost
         found["nodes that leave"] += done.dismissed
@@ -1408,6 +1438,14 @@ def test_every_run_that_goes_on_with_fewer_ranks_ends_as_the_undisturbed_one(fol
 
 
 @schedules(40, 600)
+def test_every_run_of_groups_ends_as_the_undisturbed_one(folder: Path, seeds: range) -> None:
+    found = run_all(seeds, folder, Schedule.of_groups)
+    assert found["finished"] > 0.5 * len(seeds)
+    for each in ("gone on with fewer", "taken in", "sent back", "newcomers lost"):
+        assert found[each] > 0.05 * len(seeds), each
+
+
+@schedules(40, 600)
 def test_every_run_that_loses_nodes_ends_as_the_undisturbed_one(folder: Path, seeds: range) -> None:
     found = run_all(seeds, folder, Schedule.of_nodes)
     assert found["nodes lost"] > 0.5 * len(seeds)
@@ -1424,6 +1462,7 @@ def test_every_run_ends_as_the_undisturbed_one_at_length(folder: Path) -> None:
     run_all(range(10_000, 30_000), folder)
     run_all(range(10_000, 20_000), folder, Schedule.going_on)
     run_all(range(10_000, 20_000), folder, Schedule.of_nodes)
+    run_all(range(10_000, 20_000), folder, Schedule.of_groups)
 
 
 # -- mistakes that are put back ----------------------------------------------------------------------------------------
@@ -1764,10 +1803,11 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--schedules", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--when-lost", choices=("hold", "go-on", "nodes"), default="hold")
+    parser.add_argument("--when-lost", choices=("hold", "go-on", "nodes", "groups"), default="hold")
     options = parser.parse_args()
     began, found = time.process_time(), Counter[str]()
-    schedule = {"hold": Schedule.of, "go-on": Schedule.going_on, "nodes": Schedule.of_nodes}[options.when_lost]
+    kinds = {"go-on": Schedule.going_on, "nodes": Schedule.of_nodes, "groups": Schedule.of_groups}
+    schedule = kinds.get(options.when_lost, Schedule.of)
     with pytest.MonkeyPatch.context() as patch, simulated(patch) as folder:
         for seed in range(options.seed, options.seed + options.schedules):
             try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,11 @@ import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from lightning_resilience.run.settings import GLOBAL_BATCH_VARIABLE
-from tests.harness import result, run, weights
+from tests import test_launchers as launchers
+from tests.harness import command, result, run, weights
 from tests.test_absent_ranks import BATCHES, SAME_FOR_ALL, kill, samples
 from tests.test_exact_resume import make
+from tests.test_going_on import changes
 
 SHARDS = 2  # ranks of a group
 
@@ -147,3 +150,56 @@ def test_ranks_that_are_no_whole_groups_go_on_as_before(tmp_path: Path) -> None:
     codes, output = run({**begun, "data_parallel": 1, "trainer": {"max_epochs": 1, "devices": 3}}, tmp_path)
     assert set(codes) == {0}, output
     assert "by a run of 4 ranks and is resumed by 3, and 4 ranks are no whole groups of 3: weights" in output
+
+
+# -- a rank is lost ----------------------------------------------------------------------------------------------------
+
+
+def gone_on(
+    tmp: Path, groups: int, events: list[dict[str, Any]], *arguments: str, **options: Any
+) -> tuple[dict[str, Any], str]:
+    """Runs ``launch --elastic --when-lost go-on``; returns its config and output."""
+    config = with_groups(make(tmp, "disturbed", **options), groups)
+    config["events"] = [{"do": "SIGKILL", "once": True, **each} for each in events]
+    launch = [sys.executable, "-m", "lightning_resilience.launch.cli", "launch", "--elastic", "--when-lost=go-on"]
+    launch += [*arguments, f"--nproc-per-node={groups * SHARDS}", "--run-dir", config["run_dir"], *command(config)[1:]]
+    process = launchers.start(launch, tmp / "output")
+    try:
+        code = launchers.finish(process, tmp / "output")
+    finally:
+        process.kill()
+    output = (tmp / "output").read_text()
+    assert code == 0, output
+    return config, output
+
+
+def is_back(config_dir: Path, attempt: int) -> dict[str, Any]:
+    """Waits until so many attempts have begun: that of all, that of who is left, and that of who comes back."""
+    file = f"{config_dir}/disturbed/run/logs/attempt-{attempt}/*"
+    return {"at": "train", "step": 30, "rank": 0, "do": "sleep", "seconds": 0.0, "after_file": file, "within_s": 120}
+
+
+@pytest.mark.parametrize(
+    ("groups", "lost", "options"),
+    [
+        pytest.param(3, 3, {"sharded": "own mesh", **LOCAL}, id="3 groups"),
+        pytest.param(2, 3, {"sharded": "own mesh"}, id="2 groups, global checkpoints"),
+        pytest.param(2, 1, {"sharded": "hybrid", **LOCAL}, id="2 groups with the same samples, that of rank 0"),
+    ],
+)
+@pytest.mark.slow
+def test_whole_groups_go_on_without_the_group_of_a_lost_rank_and_take_it_in_again(
+    tmp_path: Path, groups: int, lost: int, options: dict[str, Any]
+) -> None:
+    options = {"trainer": {"max_epochs": 3}, **options}
+    events = [{"at": "train", "step": 13, "rank": lost}, is_back(tmp_path, 4)]
+    config, output = gone_on(tmp_path, groups, events, "--spares=off", **options)
+    every = [*range(groups * SHARDS)]
+    left = [rank for rank in every if rank // SHARDS != lost // SHARDS]
+    ledger = Path(config["run_dir"]) / "ledger"
+    assert [each[:2] for each in changes(ledger)] == [([lost], left), ([], every)], output
+    wanted, steps = undisturbed(tmp_path, groups, **options)
+    assert samples(config["log"]) == steps, output
+    assert_ends_alike(config, wanted)
+    assert "Restart 2" not in output
+    assert f"Rank {lost ^ 1} has shards of its group and waits for it." in output

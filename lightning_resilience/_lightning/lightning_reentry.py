@@ -54,6 +54,10 @@ def why_not(trainer: Trainer) -> str | None:
     return "ModelPruning has changed layers" if callbacks_named(trainer, "ModelPruning") else None
 
 
+_SIZES = ("_data_parallel_size", "_tensor_parallel_size")
+"""Those of the mesh of a ``ModelParallelStrategy``: with fewer ranks there are fewer groups of the same size."""
+
+
 class Start:
     """What a fit may change and no checkpoint has, as it was before the fit: a new process begins with that.
 
@@ -69,6 +73,7 @@ class Start:
         self._trainer = trainer
         self._layers = Layers(module) if name_of(trainer.strategy) == "ModelParallelStrategy" else None
         self._devices: Any = getattr(trainer.strategy, "parallel_devices", None)
+        self._sizes: list[Any] = [vars(trainer.strategy).get(name) for name in _SIZES]
         # Layers that are made later may be frozen when they are made.
         self._trained = [(each, each.requires_grad) for each in module.parameters()]
         self._modes = [(each, each.training) for each in module.modules()]
@@ -84,6 +89,9 @@ class Start:
             node: Which of them is this one.
         """
         here = nodes[node]
+        if all(type(size) is int for size in self._sizes):  # else Lightning finds them anew
+            size = self._sizes[1]
+            vars(self._trainer.strategy).update(zip(_SIZES, (sum(map(len, nodes)) // size, size), strict=True))
         if self._devices is None or max(here) >= len(self._devices):
             return
         strategy: Any = self._trainer.strategy

@@ -126,9 +126,7 @@ def _enter(
     start: lightning_reentry.Start,
 ) -> Any:
     if line.is_at_door:
-        if (replacement := line.await_admission()) is None:
-            os._exit(0)
-        _begin(line, replacement, start)
+        _begin(line, _admission(line), start)
     while True:
         if (replacement := line.replacement()) is not None:  # another rank was lost while this one was not in the fit
             _begin(line, replacement, start)
@@ -157,7 +155,16 @@ def _enter(
         time_account.OF_PROCESS.enter(time_account.RENDEZVOUS)
 
 
+def _admission(line: Membership) -> Replacement:
+    if (replacement := line.await_admission()) is None:
+        os._exit(0)
+    return replacement
+
+
 def _begin(line: Membership, replacement: Replacement, start: lightning_reentry.Start) -> None:
+    while line.slot not in replacement.members:  # its state is incomplete, as one that is lost has held a part of it
+        line.step_back(replacement)
+        replacement = _admission(line)
     line.begin(replacement)
     start.take_place(line.nodes, line.node)
 
@@ -219,10 +226,13 @@ class Replaceability(Participant):
         self.why_not = why_not(session)
         if self.why_not is None:
             fewer = absent_ranks.why_not(trainer, len(self._line.slots)) or absent_ranks.why_not_divided(trainer)
+            group = max(1, lightning_strategies.group_size(trainer))
+            if group > 1 and trainer.num_nodes > 1:
+                fewer = fewer or "groups of ranks that share the state out were never lost on several nodes"
             tasks = lightning_loggers.why_others_cannot_log(trainer)
-            self._line.say("ready", fewer=fewer or "", tasks=tasks or "")
-            if trainer.is_global_zero and dist.get_backend() != "gloo" and is_first:
-                log.info("--elastic has not been run with NCCL yet: if a replacement fails, all ranks are restarted.")
+            self._line.say("ready", fewer=fewer or "", tasks=tasks or "", group=group)
+            if trainer.is_global_zero and trainer.strategy.root_device.type != "cpu" and is_first:
+                log.info("--elastic has not been run on GPUs yet: if a replacement fails, all ranks are restarted.")
             return
         self._line.say("refused", self.why_not)
         if trainer.is_global_zero:

@@ -11,13 +11,16 @@ The others wait for the replacement (``hold``), or go on with fewer ranks if it 
 (``go_on``). Then it is a *newcomer* (:mod:`~lightning_resilience.launch.newcomers`), and they take it in when it waits
 at the door of its fit. Each such change begins a *generation* with other members. A loss counts as a restart, to take
 newcomers in does not.
+
+Where groups of ranks hold the state together, as the ranks say, those go on whose group is whole. The others of a group
+that has lost a rank leave the fit, too, and wait with their processes until the group can be taken in as a whole.
 """
 
 from __future__ import annotations
 
 import math
 import signal
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Literal
 
 from lightning_resilience._output import log_line
@@ -27,6 +30,7 @@ from lightning_resilience.launch.newcomers import (
     Newcomers,
     Ranks,
     how_ended,
+    in_whole_groups,
     is_replaceable,
     named,
 )
@@ -115,6 +119,7 @@ class LossPolicy:
             self._has_saved = True
         if kind == "state" and rank is not None and (member := self._life_of(rank)) is not None:
             member.says(fields)
+            self._newcomers.group = max(self._newcomers.group, member.group)
 
     def _life_of(self, rank: int) -> Member | None:
         lives = (self.members, self._newcomers.coming, self._newcomers.leaving)
@@ -277,11 +282,11 @@ class LossPolicy:
             return self._end_all(now)
         left = [rank for rank in self.members if rank not in how]
         self._newcomers.given_up |= failed
-        members = self._members_after(left)
+        members, able = self._members_after(left), self._in_whole_groups(left)
         if (reason := self._why_not([each for each in dead if each.rank not in failed], members)) is not None:
             return self._restart(now, f"{who}, and {reason}")
         self.restarts += 1
-        goes_on = members == left
+        goes_on = members == able
         who = f"{who[0].upper()}{who[1:]}"
         if goes_on:
             then = ""
@@ -289,9 +294,13 @@ class LossPolicy:
                 is_one = len(how) == 1
                 then = " Its replacement joins them when it is" if is_one else " Replacements join them when they are"
                 then += " ready."
-            log_line(f"{who}: going on with {self._count(left)} (restart {self.restarts}).{then}")
+            if apart := [slot for slot in left if slot not in able]:
+                is_one = len(apart) == 1
+                what = "has shards of its group and waits" if is_one else "have shards of its group and wait"
+                then += f" R{named(apart)[1:]} {what} for it."
+            log_line(f"{who}: going on with {self._count(members)} (restart {self.restarts}).{then}")
         else:
-            waits = self._why_not_without(left) if self._goes_on else None
+            waits = self._why_not_without(able) if self._goes_on else None
             then = "" if waits is None else f" They wait for it: {waits}."
             log_line(
                 f"{who}: starting a replacement (restart {self.restarts}). The other ranks keep their processes.{then}"
@@ -306,16 +315,21 @@ class LossPolicy:
 
     def _members_after(self, left: list[int]) -> list[int]:
         """Who is in the generation that follows a loss: those that are left, or those with replacements."""
-        given_up = self._newcomers.given_up
-        members = [slot for slot in self._slots if slot not in given_up]
+        given_up, able = self._newcomers.given_up, self._in_whole_groups(left)
+        members = self._in_whole_groups(slot for slot in self._slots if slot not in given_up)
         if given_up and self._why_not_without(members) is not None:
             members = self._slots
-        ready = [*left, *self._newcomers.at_door]
+        ready = [*left, *self._newcomers.waiting]
         is_ready = all(slot in ready or self._ranks.has_spare(slot) for slot in members) if self._goes_on else True
-        return members if is_ready or self._why_not_without(left) is not None else left
+        return members if is_ready or self._why_not_without(able) is not None else able
+
+    def _in_whole_groups(self, slots: Iterable[int]) -> list[int]:
+        return in_whole_groups(slots, self._newcomers.group)
 
     def _why_not_without(self, left: Collection[int]) -> str | None:
         """Why these ranks cannot go on without the others."""
+        if not left:
+            return "no group of ranks that hold the whole state is left"
         if len(left) < self._min_ranks:
             return f"there are to be {self._min_ranks} ranks at least"
         said = [(each.fewer, each.tasks) for each in self.members.values() if each.fewer is not None]
@@ -339,14 +353,25 @@ class LossPolicy:
         self._newcomers.end(now, [each for slot, each in self._newcomers.coming.items() if slot in leaving])
         log_line(f"The node of {named(leaving)} was told to stop: going on with {self._count(left)}.")
         if len(left) < len(self.members):
-            self._begin_generation(now, left, {})
+            self._begin_generation(now, left, {}, leaving)
         self._ranks.dismiss(leaving)
         self._newcomers.start(sorted(leaving - self._newcomers.given_up), self.generation, now)
         return None
 
-    def _begin_generation(self, now: float, members: list[int], lost: Mapping[int, str]) -> None:
-        """Has these ranks come together; those of them that are not there are started."""
+    def _begin_generation(
+        self, now: float, members: list[int], lost: Mapping[int, str], leaving: Collection[int] = ()
+    ) -> None:
+        """Has these ranks come together; those of them that are not there are started, others go to the door.
+
+        Args:
+            now: See :meth:`step`.
+            members: These ranks.
+            lost: Who was lost, and how each has ended.
+            leaving: Who ends with its node.
+        """
         self.generation += 1
+        gone = {*members, *lost, *leaving}
+        apart = {slot: each for slot, each in self.members.items() if slot not in gone}
         kept = [rank for rank in self.members if rank in members and rank not in lost]
         record = (lost, self.generation, members if self._goes_on else None, kept)
         if not lost:  # who begins it looks there whether it counts as a restart
@@ -354,7 +379,8 @@ class LossPolicy:
         change = {"generation": self.generation, "port": self._ranks.open_store(), "lost": lost, "members": members}
         there = {rank: self.members[rank] for rank in kept}
         there |= self._newcomers.take([slot for slot in members if slot in self._newcomers.coming])
-        self._ranks.tell(sorted(there), "replace", **change)
+        self._ranks.tell(sorted(there.keys() | apart), "replace", **change)
+        self._newcomers.send_back(apart, now)
         self._ranks.close_old_store()
         new = [rank for rank in members if rank not in there]
         self.members = {rank: there[rank] if rank in there else self._begin_life(rank, now) for rank in members}
@@ -371,7 +397,7 @@ class LossPolicy:
     def _begin_life(self, rank: int, now: float) -> Member:
         """A rank whose process is started, in the place of another one: what the fit can is known from that."""
         last = self.members.get(rank, Member(rank, self.generation))
-        return Member(rank, self.generation, now, fewer=last.fewer, tasks=last.tasks)
+        return Member(rank, self.generation, now, fewer=last.fewer, tasks=last.tasks, group=last.group)
 
     def _why_not(self, dead: list[Member], members: Collection[int]) -> str | None:
         """Why a loss is not mended by a generation of these members."""
@@ -470,6 +496,6 @@ class LossPolicy:
 
     def _members_after_restart(self) -> list[int]:
         """Who is started again: all whose nodes are there, if they can go on without the others."""
-        there = [slot for slot in self._slots if self._ranks.lost_node(slot) is None]
+        there = self._in_whole_groups(slot for slot in self._slots if self._ranks.lost_node(slot) is None)
         can = self._goes_on and self._has_saved and there and self._why_not_without(there) is None
         return there if can else self._slots

@@ -3,8 +3,9 @@
 The messages are those of :mod:`~lightning_resilience.launch.channel`. A generation is one start of a process group. It
 is known by the restart count and has a store, hence a port, of its own, like each restart by torch's elastic launcher.
 
-With ``--when-lost go-on`` a generation need not have all ranks. The *slot* of a process is the rank that it had, or
-would have had, in the first one; its rank in a generation is the place of its slot among those of the members.
+With ``--when-lost go-on`` a generation need not have all ranks, nor all that are left. The *slot* of a process is the
+rank that it had, or would have had, in the first one; its rank in a generation is the place of its slot among those of
+the members.
 
 Imports neither torch nor Lightning.
 """
@@ -20,6 +21,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
+from typing import Any
 
 from lightning_resilience.agreement_protocol import PeerLost
 from lightning_resilience.launch.channel import Channel, Message, of_worker
@@ -131,9 +133,10 @@ class Membership:
             "GROUP_WORLD_SIZE": len(nodes),
         }
 
-    def say(self, state: str, reason: str = "", fewer: str = "", tasks: str = "") -> None:
+    def say(self, state: str, reason: str = "", fewer: str = "", tasks: str = "", group: int = 1) -> None:
         """Tells the supervisor the state of this rank; for any thread."""
-        self._channel.send("state", state=state, generation=self.generation, reason=reason, fewer=fewer, tasks=tasks)
+        what: dict[str, Any] = {"reason": reason, "fewer": fewer, "tasks": tasks, "group": group}
+        self._channel.send("state", state=state, generation=self.generation, **what)
 
     @property
     def is_told_who_stops(self) -> bool:
@@ -183,6 +186,14 @@ class Membership:
         with self._news:
             self._news.wait_for(lambda: self._replacement is not None or self._restarts)
             return None if self._restarts else self._replacement
+
+    def step_back(self, replacement: Replacement) -> None:
+        """This process is in no generation from now on, since others of its group are lost: it goes to the door."""
+        with self._news:
+            if self._replacement == replacement:
+                self._replacement = None
+        self.generation = replacement.generation
+        os.environ[JOINS_VARIABLE] = "1"
 
     def await_restart(self, within_s: float) -> None:
         """Returns when the supervisor restarts all ranks."""

@@ -4,12 +4,16 @@ A *newcomer* runs the script up to its first fit and waits there, at the *door*,
 (:mod:`~lightning_resilience.launch.loss_policy`). One that is killed before is started again, if the budget has a
 restart left. What it raises itself gives its slot up, and so does a start that takes too long: others must not end
 because of it. One whose node is lost is started when that is back, or another has come in its place.
+
+Where groups of ranks hold the state together, a group is taken in when all its ranks are at the door. A rank that has
+lost another one of its group goes back there with its process.
 """
 
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Collection, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -76,6 +80,7 @@ class Member:
         fewer: Why its fit cannot go on with fewer ranks; empty: it can; ``None``: neither it nor a process of its slot
             before it was in a fit yet.
         tasks: Why no other rank can take those of rank 0; the same.
+        group: How many ranks hold the state together, as it says.
         exit_code: How its process has ended, as ``subprocess`` gives it: of a signal the negative number.
     """
 
@@ -86,6 +91,7 @@ class Member:
     reason: str = ""
     fewer: str | None = None
     tasks: str | None = None
+    group: int = 1
     exit_code: int | None = None
 
     def says(self, fields: Mapping[str, Any]) -> None:
@@ -94,6 +100,7 @@ class Member:
         self.reason = str(fields["reason"])
         if self.state == "ready":
             self.fewer, self.tasks = (str(fields.get(name, SAYS_NOTHING)) for name in ("fewer", "tasks"))
+            self.group = int(fields.get("group", 1))
 
 
 def is_replaceable(exit_code: int | None) -> bool:
@@ -114,6 +121,13 @@ def named(ranks: Collection[int]) -> str:
     return f"ranks {', '.join(others)} and {last}" if others else f"rank {last}"
 
 
+def in_whole_groups(slots: Iterable[int], group: int) -> list[int]:
+    """Those of these slots of which the whole group is among them: groups are of slots one after the other."""
+    here = sorted(slots)
+    counts = Counter(slot // group for slot in here)
+    return [slot for slot in here if counts[slot // group] == group]
+
+
 class Newcomers:
     """Those that are on their way.
 
@@ -125,6 +139,7 @@ class Newcomers:
         leaving: Those that are being ended.
         away: Slots whose node is lost: they are started when there is one.
         given_up: Slots for which none is started any more.
+        group: How many ranks hold the state together.
     """
 
     def __init__(self, ranks: Ranks) -> None:
@@ -132,6 +147,7 @@ class Newcomers:
         self.leaving: dict[int, Member] = {}
         self.away: set[int] = set()
         self.given_up: set[int] = set()
+        self.group = 1
         self._ranks = ranks
         self._first_at_door: float | None = None
 
@@ -144,9 +160,20 @@ class Newcomers:
             self._ranks.start(here, generation, is_newcomer=True)
 
     @property
-    def at_door(self) -> list[int]:
-        """The slots of those that wait to be taken in."""
+    def waiting(self) -> list[int]:
+        """The slots of those that are at the door."""
         return sorted(slot for slot, each in self.coming.items() if each.state == "waiting" and each.exit_code is None)
+
+    @property
+    def at_door(self) -> list[int]:
+        """The slots of those that can be taken in: whole groups."""
+        return in_whole_groups(self.waiting, self.group)
+
+    def send_back(self, members: Mapping[int, Member], now: float) -> None:
+        """These members have lost a rank of their group: they come to the door with their processes."""
+        for slot, each in members.items():
+            each.state, each.since = "starting", now
+            self.coming[slot] = each
 
     @property
     def living(self) -> list[int]:
@@ -160,7 +187,9 @@ class Newcomers:
             return None
         if self._first_at_door is None:
             self._first_at_door = now
-        return now if len(waiting) == len(self.coming) else self._first_at_door + deadlines.NEWCOMERS_GATHER_WITHIN_S
+        broken = {slot // self.group for slot in self.given_up}
+        is_last = all(slot in waiting or slot // self.group in broken for slot in self.coming)
+        return now if is_last else self._first_at_door + deadlines.NEWCOMERS_GATHER_WITHIN_S
 
     def take(self, slots: Collection[int]) -> dict[int, Member]:
         """These are members from now on."""
