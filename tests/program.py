@@ -531,7 +531,10 @@ class Module(L.LightningModule):
         if self.config["draws_at_start"]:
             torch.rand(3)
         if any(event["at"] == "backward" for event in self.config["events"]):  # when other layers have their gradients
-            self.net[0].weight.register_hook(lambda gradient: self.happens("backward"))
+            if self.config["sharded"]:  # FSDP2 has no hooks of parameters called
+                self.net[2].register_full_backward_hook(lambda *_: self.happens("backward"))
+            else:
+                self.net[0].weight.register_hook(lambda gradient: self.happens("backward"))
         if any(event["at"] == "optimizer" for event in self.config["events"]):  # when it has changed the parameters
             optimizer = self.trainer.optimizers[0]
             optimizer.register_step_post_hook(lambda *step: self.happens("optimizer"))

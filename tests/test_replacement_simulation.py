@@ -37,7 +37,8 @@ they are back. Newcomers are killed, fail and wait before their door, at it and 
 Ranks hold the state in groups of two, each a part of it. A rank that has lost the other one leaves, and waits at the
 door with its process:
 
-12. A generation has whole groups. A rank that was not lost is not started again.
+12. A generation has whole groups. Each rank resumes from a shard of its own part. A rank that was not lost is not
+    started again.
 
 Some ranks are on a second node, which goes away with all of them and comes back later:
 
@@ -488,7 +489,7 @@ class Boundary(LastBoundary):
         process = self._session.process
         self._changed, self._unchanged = [(vars(process), "batch")], [(vars(process), "global_step")]
         self._parameters, self._optimizer = [process.parameter], SimpleNamespace(param_groups=[{}])
-        self._modes = None
+        self._modes, self._group = None, process.simulation.schedule.group
         self._values = Values(process)
         self._open(self._values.size)
 
@@ -539,10 +540,10 @@ class Policy(LocalSavePolicy):
     ) -> str | None:
         """As `LocalSaves.save_now`: ``None`` if it was not published."""
         simulation, size = self.process.simulation, location.world_size
-        digest = str(hash(state))
+        digest, part = str(hash(state)), self.process.rank % simulation.schedule.group
         try:
             for name, content in (
-                (rank_shard(location.rank), own),
+                (rank_shard(location.rank), (own, part)),
                 (replicated_shard(location.local_rank, size), state),
             ):
                 simulation.sleep(0.01)
@@ -1101,7 +1102,10 @@ class Simulation:
             names = [*map(rank_shard, range(size)), replicated_shard(0, size)]
             if any((step, name, each) not in self.files for each in names):
                 raise Violation(f"rank {process.rank} resumes from what is not complete")
-            *owns, process.state = (self.files[step, name, each][1] for each in names)
+            *shards, process.state = (self.files[step, name, each][1] for each in names)
+            owns = [own for own, _ in shards]
+            if any(part != number % self.schedule.group for number, (_, part) in enumerate(shards)):
+                raise Violation("a rank resumes from another part of the state than its own")
             process.batch, drawn, metric = owns[0][0], {}, {}
             for _, of_drawn, of_metric in owns:
                 drawn.update(of_drawn)
@@ -1232,10 +1236,12 @@ class Simulation:
             self.check_state(process.rank, process.size, schedule.steps, state, own)
         for each in generations(info for info, _ in self.files.values()):
             for rank in range(each.world_size) if not each.missing and not each.differs else ():
-                own, state = (
+                (own, part), state = (
                     self.files[each.step, each.name, name][1] for name in (rank_shard(rank), each.replicated[0])
                 )
                 self.check_state(rank, each.world_size, each.step, state, own)
+                if part != rank % schedule.group:
+                    raise Violation(f"the shard of rank {rank} has been saved by one that holds another part")
         if self.supervisor_is_dead:
             return
         used = self.replacements + self.restarts + self.newcomers_lost
@@ -1742,6 +1748,52 @@ class WaitsForTheNode(LossPolicy):
         return self._slots
 
 
+class TakesInHalfAGroup(Newcomers):
+    """Who is at the door is taken in alone."""
+
+    at_door = Newcomers.waiting
+
+
+class GoesOnWithHalfAGroup(LossPolicy):
+    """Who is left of a group goes on."""
+
+    def _in_whole_groups(self, slots: Iterable[int]) -> list[int]:
+        return sorted(slots)
+
+
+class ForgetsWhoIsLeft(Newcomers):
+    """Who is left of a group is told nothing, and not awaited."""
+
+    def send_back(self, members: Mapping[int, Member], now: float) -> None: ...
+
+
+class StartsWhoIsLeft(Newcomers):
+    """Who is left of a group is ended, and started again."""
+
+    def send_back(self, members: Mapping[int, Member], now: float) -> None:
+        super().send_back(members, now)
+        self._ranks.send_signal(members.keys(), signal.SIGKILL)
+
+
+def saves_for_everybody(*about: Any) -> list[int]:
+    """A rank saves for all that are lost, whatever part of the state they had."""
+    return ranks_to_save(*about[:3])
+
+
+ranks_to_save = last_boundary.ranks_to_save
+
+
+OF_GROUPS: dict[str, tuple[Any, str, Any]] = {
+    "half a group is taken in": (loss_policy, "Newcomers", TakesInHalfAGroup),
+    "half a group goes on": (simulation, "LossPolicy", GoesOnWithHalfAGroup),
+    "who is left of a group is forgotten": (loss_policy, "Newcomers", ForgetsWhoIsLeft),
+    "who is left of a group is started again": (loss_policy, "Newcomers", StartsWhoIsLeft),
+    "another part of the state is saved": (last_boundary, "ranks_to_save", saves_for_everybody),
+    "random states are not put back": (simulation, "Boundary", DoesNotPutBack),
+    "nobody is cut": (DefaultGroup, "cut", lambda self: None),
+}
+
+
 OF_NODES: dict[str, tuple[Any, str, Any]] = {
     "newcomers on a node that is away": (loss_policy, "Newcomers", StartsWhereNobodyIs),
     "replacements on a node that is away": (simulation, "LossPolicy", ReplacesWhereNobodyIs),
@@ -1791,6 +1843,11 @@ FOUND_SOON = {"rank 0 is not waited for", "a rank keeps its number", "newcomers 
 )
 def test_the_simulation_of_going_on_finds_a_mistake_that_is_put_back(folder: Path, name: str) -> None:
     assert found_after(*GOING_ON[name], folder, range(400), Schedule.going_on) is not None
+
+
+@pytest.mark.parametrize("name", OF_GROUPS)
+def test_the_simulation_of_groups_finds_a_mistake_that_is_put_back(folder: Path, name: str) -> None:
+    assert found_after(*OF_GROUPS[name], folder, range(400), Schedule.of_groups) is not None
 
 
 @pytest.mark.parametrize("name", OF_NODES)

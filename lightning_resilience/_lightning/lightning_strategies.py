@@ -115,9 +115,14 @@ def group_size(trainer: Trainer) -> int:
     """
     if (name := name_of(trainer.strategy)) in ("DDPStrategy", "SingleDeviceStrategy"):
         return 1
-    parameters = trainer.lightning_module.parameters() if name == "ModelParallelStrategy" else ()
+    parameters = trained_parameters(trainer) if name == "ModelParallelStrategy" else []
     sizes = {sharded.group_size(each, trainer.world_size) for each in parameters}
     return sizes.pop() if len(sizes) == 1 else 0
+
+
+def trained_parameters(trainer: Trainer) -> list[torch.Tensor]:
+    """Those of the optimizers. FSDP2 puts others in their place into layers, from a forward pass up to the next one."""
+    return [each for optimizer in trainer.optimizers for group in optimizer.param_groups for each in group["params"]]
 
 
 def has_static_graph(trainer: Trainer) -> bool:
@@ -177,7 +182,7 @@ def broadcast_buffers(trainer: Trainer) -> list[torch.Tensor]:
 def groups_of_mesh(trainer: Trainer) -> list[Any]:
     """The process groups of device meshes, the strategy's and the script's, which each start of a fit makes anew."""
     meshes: list[Any] = [getattr(trainer.strategy, "_device_mesh", None)]
-    meshes += [getattr(each, "device_mesh", None) for each in trainer.lightning_module.parameters()]
+    meshes += [getattr(each, "device_mesh", None) for each in trained_parameters(trainer)]
     distinct = {id(mesh): mesh for mesh in meshes if mesh is not None}
     return [group for mesh in distinct.values() for group in mesh.get_all_groups()]
 

@@ -165,7 +165,7 @@ def _join(callback: SessionCallback, trainer: Trainer, module: LightningModule, 
 
 
 def leave_without_peers(trainer: Trainer, lost: Collection[int]) -> None:
-    """Leaves the fit of ``trainer`` that has lost these ranks; without effect outside of a fit."""
+    """Leaves the fit of ``trainer``, to go on without these ranks; without effect outside of a fit."""
     session = _active
     if session is None or session.has_left or session.fit.trainer is not trainer:
         return

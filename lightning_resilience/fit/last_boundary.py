@@ -2,7 +2,9 @@
 
 With DistributedDataParallel a rank that dies in a forward or backward pass leaves the parameters and optimizer states
 of the others as they were at the last boundary. So the survivors save them to local storage, before they leave the fit,
-and the replacement and they resume from there: only the interrupted step is done again.
+and the replacement and they resume from there: only the interrupted step is done again. The same holds for replicas of
+FSDP2's shards: of those that hold the same shard one saves it who goes on. For ranks that do not, since they have lost
+one of their group, the others save as for lost ones: so nobody goes on before all is saved.
 
 What else a step changes is noted at each boundary (:mod:`.lightning_boundary`) and put back before the save. What only
 the lost rank knew, it has left in node memory (:mod:`.own_part`): a survivor puts that in the place of its own and
@@ -230,6 +232,7 @@ class LastBoundary(Participant):
         self._off: str | None = None
         self._is_clean = False
         self._note: _Note | None = None
+        self._group = 1
         self._step_has_begun = False
         self._writer: OwnPartWriter | None = None
         self._of_absent: dict[int, tuple[OwnPartWriter, GivenState]] = {}
@@ -330,7 +333,8 @@ class LastBoundary(Participant):
             raise _Unknown("local checkpoints are not in node memory")
         if trainer.strategy.root_device.type != "cpu":
             raise _Unknown(f"what has happened on {trainer.strategy.root_device} by the time of a loss is not known")
-        if not lightning_strategies.replicates_state(trainer):
+        self._group = lightning_strategies.group_size(trainer)
+        if self._group < 2 and not lightning_strategies.replicates_state(trainer):
             raise _Unknown("ranks hold different parameters")
         if session.fit.participants.train_apart:
             raise _Unknown("ranks train apart, and agree only where they exchange")
@@ -343,7 +347,8 @@ class LastBoundary(Participant):
         self._folder.mkdir(mode=0o700, exist_ok=True)
         self._changed = lightning_boundary.changed_by_step(trainer)
         self._unchanged = lightning_boundary.unchanged_by_step(trainer)
-        self._parameters = list(module.parameters())
+        trained = lightning_strategies.trained_parameters(trainer)
+        self._parameters = list(module.parameters()) if self._group == 1 else trained
         self._optimizer: Any = trainer.optimizers[0]
         self._begun = None
         loggers = lightning_loggers.file_loggers(trainer)
@@ -403,7 +408,7 @@ class LastBoundary(Participant):
         """Of what no step changes, and is too much to be copied; and of what ranks do not exchange."""
         assert self._values is not None
         replicated = {id(each) for each in lightning_strategies.replicated_parameters(self._session.fit.trainer)}
-        own = [each.detach() for each in self._parameters if id(each) not in replicated]
+        own = [each.detach() for each in self._parameters if self._group == 1 and id(each) not in replicated]
         own += self._values.constants
         if (size := sum(each.nbytes for each in own)) > _MOST_DIGESTED_BYTES:
             raise _Unknown(f"{size >> 20} MiB of parameters and buffers are not exchanged by the ranks")
@@ -415,9 +420,11 @@ class LastBoundary(Participant):
         """Saves the state of the last boundary, without the ranks that were lost.
 
         Args:
-            lost: These ranks; none if ranks come back.
+            lost: These ranks, and those that do not go on without them; none if ranks come back.
         """
         fit = self._session.fit
+        if fit.rank in lost:
+            return
         everyone = {*range(fit.trainer.world_size)}
         is_first = fit.rank == min(everyone - {*lost})
         fit.rank_0_may_go_ahead = True
@@ -440,7 +447,7 @@ class LastBoundary(Participant):
         fit, note, local = self._session.fit, self._note, self._session.selector.local
         assert note is not None
         assert local is not None
-        ranks = ranks_to_save(local.locations, absent, fit.rank)
+        ranks = ranks_to_save(local.locations, absent, fit.rank, self._group)
         name = hashlib.blake2b(f"{fit.nonce} {note.position}".encode(), digest_size=4).hexdigest()
         policies = fit.participants.implement(Participant.save_after_loss)
         with fit.saving():
@@ -599,30 +606,33 @@ class LastBoundary(Participant):
             self._rows.close()
 
 
-def ranks_to_save(locations: Sequence[RankLocation], lost: Collection[int], rank: int) -> list[int]:
+def ranks_to_save(locations: Sequence[RankLocation], lost: Collection[int], rank: int, group: int = 1) -> list[int]:
     """Whose states a rank saves after a loss: its own, and as the first that is left on its node those of the lost.
 
     Args:
         locations: Of all ranks.
         lost: These ranks, and those of its node that have gone on.
         rank: The rank.
+        group: How many ranks hold the state together: of these it is the first that holds the same.
 
     Raises:
-        _Unknown: If all ranks of some node were lost: what only they knew is read by nobody.
+        _Unknown: If all such ranks of some node were lost: what only they knew is read by nobody.
     """
-    left = {each.node for each in locations if each.rank not in lost}
-    if gone := {each.node for each in locations} - left:
-        raise _Unknown(f"no rank is left on {min(gone)}")
-    here = [each.rank for each in locations if each.node == locations[rank].node]
+    alike = [(each.node, each.rank % group) for each in locations]
+    left = {alike[each.rank] for each in locations if each.rank not in lost}
+    if gone := {*alike} - left:
+        node, number = min(gone)
+        raise _Unknown(f"no rank is left on {node}" + (f" that holds what rank {number} does" if group > 1 else ""))
+    here = [each.rank for each in locations if alike[each.rank] == alike[rank]]
     is_first = rank == min(each for each in here if each not in lost)
     return [rank, *(each for each in here if each in lost and is_first)]
 
 
 def _lost_by_now(lost: Collection[int]) -> set[int]:
-    """The ranks that were lost, and those that were since then."""
+    """These ranks, and those that were lost, or do not go on, since then."""
     line = membership.current()
     replacement = None if line is None else line.replacement()
-    return {*lost, *(() if line is None or replacement is None else line.ranks(replacement.lost))}
+    return {*lost, *(() if line is None or replacement is None else line.gone(replacement))}
 
 
 def _savers(standings: Mapping[int, _Standing]) -> list[int]:

@@ -59,7 +59,7 @@ def install(leave_session: Callable[[Trainer, Collection[int]], None]) -> None:
     """Has this rank take part in replacements, once in a process; does nothing without ``launch --elastic``.
 
     Args:
-        leave_session: Leaves the session of a Trainer's fit without its peers, of which these ranks were lost.
+        leave_session: Leaves the session of a Trainer's fit without its peers, of which these ranks do not go on.
     """
     if (line := membership.current()) is not None:
         DEFAULT.install(lambda: line.is_over)
@@ -144,7 +144,7 @@ def _enter(
         device = trainer.strategy.root_device
         if (problem := devices.why_unusable(device, DEVICE_ANSWERS_WITHIN_S)) is not None:
             _end_refused(line, problem)  # its errors stay, and to leave the fit may wait for it
-        leave_session(line.ranks(replacement.lost))
+        leave_session(line.gone(replacement))
         context.fits_begun.clear()
         context.fits_begun.update(begun)
         lightning_reentry.leave_fit(trainer, start)

@@ -107,6 +107,11 @@ class Membership:
         """The ranks that these slots have in the generation of this process, as far as they are in it."""
         return {self.members.index(slot) for slot in slots if slot in self.members}
 
+    def gone(self, replacement: Replacement) -> set[int]:
+        """The ranks of the generation of this process that do not go on to this one: lost, or without their group."""
+        apart = [] if not replacement.lost else [slot for slot in self.members if slot not in replacement.members]
+        return self.ranks([*replacement.lost, *apart])
+
     @property
     def nodes(self) -> list[list[int]]:
         """Of every node that has members, the local ranks that these had at first, in the order that they have now."""
