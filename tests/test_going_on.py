@@ -44,15 +44,18 @@ class Run:
         self.signalled: list[tuple[list[int], int]] = []
         self.recorded: list[Any] = []
         self.left = 0
+        self.is_old_store_open = False
         self.policy = LossPolicy(self, size, max_restarts, 60.0, "go_on", **options)  # type: ignore[arg-type]
         for rank in range(size):
             self.say(rank, "ready")
         self.policy.heard(None, "saved", {})
 
     def open_store(self) -> int:
+        self.is_old_store_open = True
         return 4711
 
-    def close_old_store(self) -> None: ...
+    def close_old_store(self) -> None:
+        self.is_old_store_open = False
 
     def start(self, ranks: Collection[int], generation: int, is_newcomer: bool) -> None:
         assert is_newcomer == (len(ranks) < len(self.policy._slots))
@@ -588,6 +591,26 @@ def test_whole_groups_go_on_and_who_has_lost_a_rank_of_its_group_waits_with_its_
         "ready. Rank 2 has shards of its group and waits for it.",
         "Ranks 2 and 3 are back: going on with 6 of 6 ranks.",
     ]
+
+
+@pytest.mark.parametrize("is_in_time", [True, False])
+def test_the_store_in_which_groups_agree_where_they_leave_is_there_until_they_have(is_in_time: bool) -> None:
+    run = of_groups(size=4)
+    run.lose(3)
+    run.come_together()
+    assert not run.is_old_store_open
+    for rank in (2, 3):
+        run.say(rank, "waiting", generation=1)
+    run.step()
+    assert run.told == [([0, 1, 2, 3], [0, 1, 2, 3])]
+    for rank in (1, 2, 3):
+        run.say(rank, "left")
+    run.step(deadlines.NEXT_BOUNDARY_WITHIN_S)
+    assert run.is_old_store_open
+    if is_in_time:
+        run.say(0, "left")
+    run.step(0.0 if is_in_time else 0.5)
+    assert not run.is_old_store_open
 
 
 def test_a_whole_group_at_the_door_waits_a_little_for_another_one() -> None:

@@ -24,8 +24,8 @@ BUDGET = {
     "detect/numerics": 800,
     "detect/stragglers": 370,
     "elastic": 511,
-    "fit": 6979,
-    "launch": 9038,
+    "fit": 6991,
+    "launch": 9059,
     "launch/schedulers": 508,
     "run": 3147,
 }

@@ -88,6 +88,47 @@ def test_a_rank_learns_of_a_loss_when_its_group_is_cut(ends: tuple[Membership, C
     assert line.replacement() is None
 
 
+def test_ranks_that_leave_together_are_cut_where_they_do_not_or_another_one_is_lost(
+    ends: tuple[Membership, Channel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    line, end = ends
+    seen: list[str] = []
+    late: list[Callable[[], None]] = []
+
+    def timer(seconds: float, call: Callable[..., None], args: tuple[Any, ...]) -> Any:
+        return MagicMock(start=lambda: late.append(partial(call, *args)))
+
+    monkeypatch.setattr(membership, "threading", MagicMock(Timer=timer))
+    line.cut = lambda: seen.append("cut")
+
+    def hear(generation: int, lost: dict[int, str]) -> None:
+        end.send("replace", generation=generation, port=generation, lost=lost, members=[0])
+        wait_until(
+            lambda: (found := line.replacement()) and found.generation == generation, lambda: "nothing was heard"
+        )
+
+    def asks() -> None:
+        seen.append("asks")
+
+    line.leave_together = asks
+    hear(1, {})
+    assert (seen, line.is_over) == (["asks"], False)
+    late.pop()()
+    assert (seen, line.is_over) == (["asks", "cut"], True)
+    for has_left in (lambda: line.begin(Replacement(2, 2, {}, (0,))), lambda: setattr(line, "leave_together", None)):
+        line.generation, line.leave_together = 1, asks
+        hear(2, {})
+        seen.clear()
+        has_left()  # for the next generation, or as the fit has ended
+        late.pop()()
+        assert not seen
+    line.generation, line.leave_together = 2, asks
+    hear(3, {})
+    hear(4, {1: "was killed by SIGKILL"})
+    late.pop()()
+    assert (seen, line.is_over) == (["asks", "cut"], True)
+
+
 def test_ranks_that_are_lost_before_a_generation_begins_are_lost_together(ends: tuple[Membership, Channel]) -> None:
     line, end = ends
     for generation, lost in ((1, {0: "one"}), (2, {2: "another"})):

@@ -179,9 +179,9 @@ def gone_on(
     return config, output
 
 
-def is_back(tmp: Path) -> dict[str, Any]:
-    """Waits for the attempt that is behind that of all, that of who is left, and that of who comes back."""
-    file = f"{tmp}/disturbed/run/logs/attempt-4/*"
+def is_back(tmp: Path, losses: int = 1) -> dict[str, Any]:
+    """Waits for the attempt behind that of all and, for each loss, those of who is left and of who comes back."""
+    file = f"{tmp}/disturbed/run/logs/attempt-{2 + 2 * losses}/*"
     return {"at": "train", "step": 30, "rank": 0, "do": "sleep", "seconds": 0.0, "after_file": file, "within_s": 120}
 
 
@@ -226,9 +226,9 @@ LAST_BOUNDARY: dict[str, Any] = {
         pytest.param(2, [(3, "train", 13)], {"sharded": "own mesh", "batch_norm": True}, id="2 groups"),
         pytest.param(
             3,
-            [(1, "train", 13), (2, "train", 13)],
+            [(1, "train", 13), (2, "train", 16)],
             {"sharded": "own mesh", "seeded_apart": True, "workers": 1},
-            id="3 groups, of which 2 are broken",
+            id="3 groups, of which 2 are lost one after the other",
         ),
         pytest.param(2, [(0, "backward", 13)], {"sharded": "hybrid"}, id="2 groups with the same samples, rank 0"),
     ],
@@ -238,21 +238,23 @@ def test_no_step_is_lost_with_a_group_and_none_is_done_again_when_it_is_back(
     tmp_path: Path, groups: int, lost: list[tuple[int, str, int]], options: dict[str, Any]
 ) -> None:
     options = {"trainer": {"max_epochs": 3}, **LAST_BOUNDARY, **options}
-    events = [{"at": at, "step": step, "rank": rank} for rank, at, step in lost]
-    config, output = gone_on(tmp_path, groups, [*events, is_back(tmp_path)], "--spares=off", **options)
+    every = [*range(groups * SHARDS)]
+    members, events, wanted_changes = every, [], []
+    for slot, at, step in lost:  # its rank is its place among those that are left
+        events.append({"at": at, "step": step, "rank": members.index(slot)})
+        members = [each for each in members if each // SHARDS != slot // SHARDS]
+        wanted_changes.append(([slot], members))
+    events.append(is_back(tmp_path, len(lost)))
+    config, output = gone_on(tmp_path, groups, events, "--spares=off", **options)
     ledger = Path(config["run_dir"]) / "ledger"
-    every, broken = [*range(groups * SHARDS)], {rank // SHARDS for rank, _, _ in lost}
-    left = [rank for rank in every if rank // SHARDS not in broken]
-    assert [each[:2] for each in changes(ledger)] == [([rank for rank, _, _ in lost], left), ([], every)], output
-    saved = [each for each in read_ledger(ledger) if each["event"] == "saved" and each["reason"] == "after a loss"]
-    assert saved[0]["step"] == 13, output
-    assert len(saved) == 2, output
-    resumed = [each["step"] for each in read_ledger(ledger) if each["event"] == "resumed"]
-    assert resumed == [each["step"] for each in saved]
+    assert [each[:2] for each in changes(ledger)] == [*wanted_changes, ([], every)], output
+    saved = [each["step"] for each in read_ledger(ledger) if each.get("reason") == "after a loss"]
+    assert saved[:-1] == [step for *_, step in lost], output
+    assert [each["step"] for each in read_ledger(ledger) if each["event"] == "resumed"] == saved
     wanted, steps = undisturbed(tmp_path, groups, **options)
     assert samples(config["log"]) == steps, output
     assert_ends_alike(config, wanted)
     lines = [json.loads(line) for line in Path(f"{config['log']}.0").read_text().splitlines()]
     # With fewer groups a rank makes the passes of absent ones, too.
-    made = Counter(step for _, step, _ in lines if step > resumed[1])
+    made = Counter(step for _, step, _ in lines if step >= saved[-1])
     assert set(made.values()) == {1}

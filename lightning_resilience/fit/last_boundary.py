@@ -458,8 +458,8 @@ class LastBoundary(Participant):
             raise _Unknown("not all ranks have saved the state of the same boundary")
         if is_first:
             is_all = len({each.node for each in local.locations}) == 1  # what other nodes have saved is not known here
-            then = ": only the next one is done again" if is_all else " on this node"
-            log.info("Saved step %d %s%s.", fit.trainer.global_step, when, then)
+            then = ": only the next one is done again" if when == "after the loss" else ""
+            log.info("Saved step %d %s%s.", fit.trainer.global_step, when, then if is_all else " on this node")
 
     def _standings(self, lost: Collection[int]) -> dict[int, _Standing]:
         """Where each survivor of this node is, when all have left word.

@@ -30,7 +30,8 @@ from lightning_resilience._lightning import (
     lightning_reentry,
     lightning_strategies,
 )
-from lightning_resilience.agreement_protocol import PeerLost
+from lightning_resilience.agreement_protocol import Event as AgreedEvent
+from lightning_resilience.agreement_protocol import Needs, PeerLost
 from lightning_resilience.checkpoint import devices
 from lightning_resilience.elastic import stuck
 from lightning_resilience.elastic.group import DEFAULT
@@ -40,7 +41,7 @@ from lightning_resilience.fit.participant import Participant
 from lightning_resilience.launch import membership
 from lightning_resilience.launch.membership import Membership, Replacement
 from lightning_resilience.run import exit_codes, time_account
-from lightning_resilience.run.deadlines import DEVICE_ANSWERS_WITHIN_S, ENDED_WITHIN_S
+from lightning_resilience.run.deadlines import DEVICE_ANSWERS_WITHIN_S, ENDED_WITHIN_S, LOSS_CONFIRMED_WITHIN_S
 from lightning_resilience.run.events import Event, RestoredInPlace, Resumed, Saved
 from lightning_resilience.run.run_directory import REPLACES_STRAGGLERS_VARIABLE
 
@@ -50,6 +51,9 @@ if TYPE_CHECKING:
     from lightning_resilience.fit.session import FitSession
 
 log = logging.getLogger(__name__)
+
+_LEAVE = "ranks come back"
+"""Has all ranks leave the fit at one boundary."""
 
 _runs: list[bool] = []
 """For every run of a Trainer that this process has begun, whether it has ended."""
@@ -208,6 +212,7 @@ class Replaceability(Participant):
     def __init__(self, fit: FitContext) -> None:
         self._fit = fit
         self._line = membership.current()
+        self._leaves = False
         self.why_not: str | None = "launch --elastic has not started it"
 
     @property
@@ -229,6 +234,8 @@ class Replaceability(Participant):
             group = max(1, lightning_strategies.group_size(trainer))
             if group > 1 and trainer.num_nodes > 1:
                 fewer = fewer or "groups of ranks that share the state out were never lost on several nodes"
+            if group > 1:  # cut in the midst of a step, some parts of the state could be behind it and others not
+                self._line.leave_together = self._ask_to_leave
             tasks = lightning_loggers.why_others_cannot_log(trainer)
             self._line.say("ready", fewer=fewer or "", tasks=tasks or "", group=group)
             if trainer.is_global_zero and trainer.strategy.root_device.type != "cpu" and is_first:
@@ -237,6 +244,14 @@ class Replaceability(Participant):
         self._line.say("refused", self.why_not)
         if trainer.is_global_zero:
             log.warning("The loss of a rank will restart all ranks: %s.", self.why_not)
+
+    def _ask_to_leave(self) -> None:
+        if self._fit.rank == 0:
+            self._fit.agreement.request(_LEAVE, needs=Needs.CLEAN | Needs.TRAINING)
+
+    def on_event(self, event: AgreedEvent) -> None:
+        """All leave at this boundary, when its state is noted."""
+        self._leaves |= event.kind == _LEAVE
 
     def check(self) -> None:
         """At a boundary: ends the fit if what the device has computed is arbitrary, since a rank is lost.
@@ -249,17 +264,20 @@ class Replaceability(Participant):
     def check_members(self) -> None:
         """At a boundary whose state is noted: ends the fit if another generation begins.
 
-        A rank that is alone has no peers whose connections would break.
+        A rank that is alone has no peers whose connections would break. Where all have agreed to leave, others may have
+        heard of it before this one.
 
         Raises:
             PeerLost: To be taken for the loss.
         """
-        if self._line is not None and self._line.is_over:
+        line = self._line
+        if line is not None and (line.is_over or (self._leaves and line.replacement(LOSS_CONFIRMED_WITHIN_S))):
             raise PeerLost("the ranks of this run are others from here on")
 
     def end(self) -> None:
         """They have ended."""
         if self._line is not None:
+            self._line.leave_together = None
             self._line.say("done")
 
     def on_record(self, event: Event) -> None:

@@ -190,7 +190,7 @@ class Supervisor:
 
     def close_old_store(self) -> None:
         """See :class:`~lightning_resilience.launch.newcomers.Ranks`."""
-        del self._old_store
+        self._old_store = None
 
     def start(self, ranks: Collection[int], generation: int, is_newcomer: bool) -> None:
         """See :class:`~lightning_resilience.launch.newcomers.Ranks`."""

@@ -222,6 +222,9 @@ class LossPolicy:
     def _check_replacement(self, now: float, seconds: float) -> None:
         """Looks whether the ranks of a new generation have come together, or never will."""
         members = self.members.values()
+        # Ranks of groups agree in it where they leave when others come back.
+        if seconds > deadlines.NEXT_BOUNDARY_WITHIN_S or all(each.generation == self.generation for each in members):
+            self._ranks.close_old_store()
         if refusal := next((member for member in members if member.state == "refused"), None):
             self._restart(now, f"rank {refusal.rank} cannot go back: {refusal.reason}")
         elif all(member.state in ("ready", "done") and member.generation == self.generation for member in members):
@@ -381,7 +384,8 @@ class LossPolicy:
         there |= self._newcomers.take([slot for slot in members if slot in self._newcomers.coming])
         self._ranks.tell(sorted(there.keys() | apart), "replace", **change)
         self._newcomers.send_back(apart, now)
-        self._ranks.close_old_store()
+        if lost or self._newcomers.group == 1:
+            self._ranks.close_old_store()
         new = [rank for rank in members if rank not in there]
         self.members = {rank: there[rank] if rank in there else self._begin_life(rank, now) for rank in members}
         if new:

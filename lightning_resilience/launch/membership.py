@@ -25,7 +25,11 @@ from typing import Any
 
 from lightning_resilience.agreement_protocol import PeerLost
 from lightning_resilience.launch.channel import Channel, Message, of_worker
-from lightning_resilience.run.deadlines import LOSS_CONFIRMED_WITHIN_S, OWN_ERROR_RAISED_AFTER_S
+from lightning_resilience.run.deadlines import (
+    LOSS_CONFIRMED_WITHIN_S,
+    NEXT_BOUNDARY_WITHIN_S,
+    OWN_ERROR_RAISED_AFTER_S,
+)
 from lightning_resilience.run.run_directory import ELASTIC_VARIABLE, JOINS_VARIABLE
 
 _OF_PEERS = re.compile(r"gloo|connect|peer|socket|recv|broken pipe|timed? ?out|store|rank", re.IGNORECASE)
@@ -66,6 +70,8 @@ class Membership:
         slots: Those of all ranks.
         members: Those of the ranks of its generation, in their order.
         cut: Called in the thread of the channel when a rank was lost: frees a main thread that waits for it.
+        leave_together: Called in the thread of the channel when ranks come back: has all leave the fit at one boundary.
+            They are cut if they are not there in time, and at once where it is ``None``.
         stop: Called in the thread of the channel when all ranks are to save and end.
         is_stopping: Whether they are.
         begin_generation: Called in the main thread when a generation begins.
@@ -77,6 +83,7 @@ class Membership:
         self.slots = self.members = tuple(range(int(os.environ.get("WORLD_SIZE", "1"))))
         self._on_a_node = int(os.environ.get("LOCAL_WORLD_SIZE", str(len(self.slots))))
         self.cut: Callable[[], None] = lambda: None
+        self.leave_together: Callable[[], None] | None = None
         self.stop: Callable[[], None] = lambda: None
         self.is_stopping = False
         self.begin_generation: Callable[[], None] = lambda: None
@@ -162,8 +169,14 @@ class Membership:
         if message.kind == "stop":
             self.is_stopping = True
             return self.stop()
-        self._announced = message.fields.get("generation", sys.maxsize)
-        self.cut()  # before the main thread can know of it, and open the next group
+        generation, leave = message.fields.get("generation", sys.maxsize), self.leave_together
+        if leave is None or message.fields.get("lost", True):
+            self._end_generation(generation)  # before the main thread can know of it, and open the next group
+        else:
+            leave()
+            late = threading.Timer(NEXT_BOUNDARY_WITHIN_S, self._end_late, (generation, leave))
+            late.daemon = True
+            late.start()
         with self._news:
             if message.kind == "replace":
                 lost = {} if self._replacement is None else self._replacement.lost  # of a generation that none begins
@@ -174,6 +187,16 @@ class Membership:
                 self._restarts = True
             self._news.notify_all()
         return None
+
+    def _end_generation(self, next_one: int) -> None:
+        self._announced = next_one
+        self.cut()
+
+    def _end_late(self, next_one: int, leave: Callable[[], None]) -> None:
+        """Not all have come to one boundary, unless this process has left the fit, or that has ended."""
+        with self._news:  # it does not open the next group meanwhile
+            if self.leave_together is leave and not self.is_over:
+                self._end_generation(next_one)
 
     def replacement(self, within_s: float = 0.0) -> Replacement | None:
         """The replacement that is due, if there is one; returns at once when the supervisor restarts all ranks.
@@ -197,7 +220,7 @@ class Membership:
         with self._news:
             if self._replacement == replacement:
                 self._replacement = None
-        self.generation = replacement.generation
+            self.generation, self.leave_together = replacement.generation, None
         os.environ[JOINS_VARIABLE] = "1"
 
     def await_restart(self, within_s: float) -> None:
@@ -225,7 +248,7 @@ class Membership:
         with self._news:
             if self._replacement == replacement:
                 self._replacement = None
-        self.generation = replacement.generation
+            self.generation, self.leave_together = replacement.generation, None
         os.environ["TORCHELASTIC_RESTART_COUNT"] = str(replacement.generation)
         os.environ["MASTER_PORT"] = str(replacement.port)
         if replacement.members != self.members:

@@ -31,7 +31,7 @@ class Ranks(Protocol):
         """Serves the store of another generation, beside that of the one before; returns its port."""
 
     def close_old_store(self) -> None:
-        """Closes that of the generation before: whoever is blocked there is free."""
+        """Closes that of the generation before, if it is open: whoever is blocked there is free."""
 
     def start(self, ranks: Collection[int], generation: int, is_newcomer: bool) -> None:
         """Starts processes for ranks whose last ones have ended; newcomers wait at the door."""
