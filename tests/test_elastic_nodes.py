@@ -83,6 +83,14 @@ def test_the_first_survivor_of_a_node_saves_for_those_that_it_has_lost() -> None
         ranks_to_save(locations, {0, 1}, 2)
 
 
+def test_of_groups_the_first_that_holds_the_same_saves_for_those_that_are_lost() -> None:
+    locations = rank_locations([("a", 0)] * 6)
+    lost = {2, 3, 5}
+    assert {rank: ranks_to_save(locations, lost, rank, 2) for rank in (0, 1, 4)} == {0: [0, 2], 1: [1, 3, 5], 4: [4]}
+    with pytest.raises(last_boundary._Unknown, match="that holds what rank 1 does"):
+        ranks_to_save(locations, {1, 3, 5}, 0, 2)
+
+
 # -- the connection ----------------------------------------------------------------------------------------------------
 
 SECRET = b"s" * 32

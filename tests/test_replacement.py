@@ -1080,7 +1080,7 @@ def test_rows_that_rank_0_had_not_written_are_in_its_logs_once(
     ],
 )
 def test_ranks_with_shards_are_replaced(tmp_path: Path, ranks: int, sharded: Any, lost: list[int]) -> None:
-    """Nobody else has their state: all go back to the newest local checkpoint, and the others keep their processes."""
+    """All go back to a local checkpoint, since these are not in node memory, and the others keep their processes."""
     options: dict[str, Any] = {
         "trainer": {"devices": ranks},
         "sharded": sharded,

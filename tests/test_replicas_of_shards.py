@@ -258,3 +258,15 @@ def test_no_step_is_lost_with_a_group_and_none_is_done_again_when_it_is_back(
     # With fewer groups a rank makes the passes of absent ones, too.
     made = Counter(step for _, step, _ in lines if step >= saved[-1])
     assert set(made.values()) == {1}
+
+
+@pytest.mark.slow
+def test_no_step_is_lost_where_the_others_wait_for_the_rank(tmp_path: Path) -> None:
+    options = {"trainer": {"max_epochs": 3}, **LAST_BOUNDARY, "sharded": "own mesh"}
+    config, output = gone_on(tmp_path, 2, [{"at": "train", "step": 13, "rank": 1}], "--when-lost=hold", **options)
+    events = [*read_ledger(Path(config["run_dir"]) / "ledger")]
+    assert [each["step"] for each in events if each.get("reason") == "after a loss"] == [13], output
+    assert [each["step"] for each in events if each["event"] == "resumed"] == [13], output
+    wanted, steps = undisturbed(tmp_path, 2, **options)
+    assert samples(config["log"]) == steps, output
+    assert_ends_alike(config, wanted)
