@@ -1230,7 +1230,7 @@ GUARDS = [
         "launch/membership.py",
         "return self.ranks([*replacement.lost, *apart])",
         "return self.ranks(replacement.lost)",
-        "tests/test_replicas_of_shards.py::test_no_step_is_lost_with_a_group_and_none_is_done_again_when_it_is_back",
+        "tests/test_replacement.py::test_who_does_not_go_on_is_not_waited_for",
     ),
     Guard(
         "elastic: the state of a lost rank's shard is saved by who holds the same",
@@ -1238,13 +1238,6 @@ GUARDS = [
         "alike = [(each.node, each.rank % group) for each in locations]",
         "alike = [(each.node, 0) for each in locations]",
         "tests/test_elastic_nodes.py::test_of_groups_the_first_that_holds_the_same_saves_for_those_that_are_lost",
-    ),
-    Guard(
-        "elastic: FSDP2's parameters are those of the optimizer",
-        "fit/last_boundary.py",
-        "self._parameters = list(module.parameters()) if self._group == 1 else trained",
-        "self._parameters = list(module.parameters())",
-        "tests/test_replicas_of_shards.py::test_no_step_is_lost_with_a_group_and_none_is_done_again_when_it_is_back",
     ),
     Guard(
         "elastic: ranks of groups agree where they leave when others come back",

@@ -578,6 +578,7 @@ def test_whole_groups_go_on_and_who_has_lost_a_rank_of_its_group_waits_with_its_
     assert run.started == [[3]]
     run.come_together()
     run.say(2, "waiting", generation=1)
+    run.step()
     run.step(deadlines.NEWCOMERS_GATHER_WITHIN_S + 1)
     assert not run.told, "half a group is taken in"
     run.say(3, "waiting", generation=1)

@@ -24,7 +24,7 @@ BUDGET = {
     "detect/numerics": 800,
     "detect/stragglers": 370,
     "elastic": 511,
-    "fit": 6991,
+    "fit": 6993,
     "launch": 9059,
     "launch/schedulers": 508,
     "run": 3147,

@@ -166,6 +166,13 @@ def test_the_ranks_of_a_generation_are_numbered_by_its_members(
     ours.close()
 
 
+def test_who_does_not_go_on_is_not_waited_for(ends: tuple[Membership, Channel]) -> None:
+    line, _ = ends
+    line.members = (0, 1, 4, 5, 6, 7)
+    assert line.gone(Replacement(2, 2, {4: "was killed by SIGKILL"}, (0, 1, 6, 7))) == {2, 3}
+    assert line.gone(Replacement(2, 2, {}, (0, 1, 2, 3, 4, 5, 6, 7))) == set()
+
+
 def test_an_error_of_the_user_is_raised(ends: tuple[Membership, Channel], monkeypatch: pytest.MonkeyPatch) -> None:
     line, end = ends
     monkeypatch.setattr(membership, "OWN_ERROR_RAISED_AFTER_S", 0.0)

@@ -347,8 +347,10 @@ class LastBoundary(Participant):
         self._folder.mkdir(mode=0o700, exist_ok=True)
         self._changed = lightning_boundary.changed_by_step(trainer)
         self._unchanged = lightning_boundary.unchanged_by_step(trainer)
-        trained = lightning_strategies.trained_parameters(trainer)
-        self._parameters = list(module.parameters()) if self._group == 1 else trained
+        self._parameters: list[torch.Tensor] = list(module.parameters())
+        if self._group > 1:
+            frozen = [each for each in self._parameters if not each.requires_grad]
+            self._parameters = [*lightning_strategies.trained_parameters(trainer), *frozen]
         self._optimizer: Any = trainer.optimizers[0]
         self._begun = None
         loggers = lightning_loggers.file_loggers(trainer)

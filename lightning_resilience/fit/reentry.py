@@ -186,7 +186,7 @@ def why_not(session: FitSession) -> str | None:
     line = membership.current()
     if trainer.world_size == 1 and (line is None or len(line.slots) == 1):
         return "there is no other rank"
-    is_sharded = lightning_strategies.name_of(trainer.strategy) == "ModelParallelStrategy"  # all go to a checkpoint
+    is_sharded = lightning_strategies.name_of(trainer.strategy) == "ModelParallelStrategy"  # all can go to a checkpoint
     if not is_sharded and not lightning_strategies.replicates_state(trainer):
         return f"ranks of {type(trainer.strategy).__name__} do not all have the same state"
     if fit.index > 0 or len(_runs) > 1:
