@@ -24,7 +24,7 @@ from pathlib import Path
 from restart import BUDGET, OURS, PATIENCE_S, Arm, row
 from restart_program import SAVE_EVERY
 
-GO_ON = [*OURS, *BUDGET, "--elastic", "--when-lost", "go-on"]
+GO_ON = [*OURS, *BUDGET, "--elastic", "--when-lost", "go-on", "--spares", "off"]
 BETWEEN_S = 8.0
 
 
