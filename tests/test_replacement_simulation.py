@@ -646,6 +646,7 @@ class Simulation:
         self.raised: set[tuple[int, int]] = set()
         self.fallen: list[int] = []
         self.replacements = self.restarts = self.saved_after_loss = self.growths = self.newcomers_lost = 0
+        self.restarted_in = 0
         self.gone_on = self.at_once = self.sent_back = self.agreed_growths = 0
         self.grown_at: list[float] = []
         self.last_kept: list[Process] = []  # by those that have taken newcomers in
@@ -832,6 +833,7 @@ class Simulation:
             self.pause(self.is_there_at)
         if is_restart:
             self.restarts += 1
+            self.restarted_in = generation
             self.restarted_without += is_newcomer
             self.members_of[generation] = list(ranks)
             if living := [each.slot for each in self.processes if each.exit_code is None]:
@@ -849,7 +851,8 @@ class Simulation:
                 self.newcomers_lost += last.was_disturbed and not last.is_lost_with_node
                 if last.exit_code == 1:
                     raise Violation(f"newcomer {rank} has failed by itself, and is started again")
-            if is_newcomer and not is_restart and not last.was_disturbed and not last.is_lost_with_node:
+            was_lost = last.was_disturbed or last.is_lost_with_node or last.generation < self.restarted_in
+            if is_newcomer and not is_restart and not was_lost:  # nor left out by a restart
                 raise Violation(f"rank {rank} is started again, and was not lost")
             self._start(rank, generation, is_newcomer)
 

@@ -238,7 +238,8 @@ class Replaceability(Participant):
                 self._line.leave_together = self._ask_to_leave
             tasks = lightning_loggers.why_others_cannot_log(trainer)
             self._line.say("ready", fewer=fewer or "", tasks=tasks or "", group=group)
-            if trainer.is_global_zero and dist.get_backend() != "gloo" and is_first:
+            is_gpu = trainer.strategy.root_device.type != "cpu"
+            if trainer.is_global_zero and is_first and is_gpu and dist.get_backend() != "gloo":
                 log.info("--elastic has not been run with NCCL yet: if a replacement fails, all ranks are restarted.")
             return
         self._line.say("refused", self.why_not)
