@@ -115,9 +115,14 @@ def start(arm: str, folder: Path, ms: float, steps: int) -> subprocess.Popen[byt
 def measure(arm: str, ms: float, steps: int) -> list[tuple[float, float]]:
     """CPU seconds of a step of each rank: of the process, and of the thread that trains."""
     with tempfile.TemporaryDirectory() as folder:
-        if (code := start(arm, Path(folder), ms, steps).wait(600)) != 0:
+        code, noted = (
+            start(arm, Path(folder), ms, steps).wait(600),
+            [Path(folder, f"rank-{rank}") for rank in range(RANKS)],
+        )
+        # What is done by then counts: plain processes now and then abort when they tear gloo down.
+        if not all(each.exists() for each in noted):
             raise RuntimeError(f"{arm} has ended with {code}:\n{Path(folder, 'output').read_text()[-3000:]}")
-        found = [json.loads(Path(folder, f"rank-{rank}").read_text()) for rank in range(RANKS)]
+        found = [json.loads(each.read_text()) for each in noted]
     return [(process, thread) for process, thread, _ in found]
 
 

@@ -204,6 +204,7 @@ class RankProbe:
         Args:
             has_work: Asks it; called in another thread.
         """
+        self._answer_no_more()
         with contextlib.suppress(OSError):  # a path that is too long has been said of the worker server
             self._device = DeviceAnswers(self._path.with_suffix(".device"), has_work)
 
