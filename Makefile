@@ -21,6 +21,8 @@ AND_TESTS := tests/test_exact_resume.py::test_ranks_with_callbacks_that_change_w
 
 # One thread for each process: the ranks share the cores, and results do not depend on how many there are.
 export OMP_NUM_THREADS := 1
+# Torch's, about a package that NVRx needs: it would come before anything else.
+export PYTHONWARNINGS := ignore:The pynvml package is deprecated:FutureWarning
 # Tests start hundreds of Python processes: compiled files are kept, also where the environment says otherwise.
 export PYTHONDONTWRITEBYTECODE :=
 
@@ -35,9 +37,7 @@ demo: $(READY) ## Watch a training survive ten faults (4 to 5 minutes)
 
 # More processes than cores wait for one another, and some tests have limits that such a crowd can break. What failed
 # is therefore run again, alone: what fails then too has failed. What does not is a test to be mended, and is named.
-# The warning is torch's about a package that NVRx needs, and would come before anything else.
 define run-tests
-export PYTHONWARNINGS='ignore:The pynvml package is deprecated:FutureWarning'; \
 $(BIN)/python -m pytest -n 6 --dist worksteal -rf -m '$(1)' || { \
 	[ $$? = 1 ] && echo "Some tests failed beside others. Once more, alone:" && \
 	$(BIN)/python -m pytest -m '$(1)' -v -x -rA --show-capture=no --last-failed --last-failed-no-failures none; \
@@ -108,6 +108,7 @@ $(READY): pyproject.toml constraints.txt
 
 # The simulated accelerator of the tests.
 .venv/.as-on-gpu: $(READY) $(wildcard tests/as_on_gpu/*.cpp)
+	@echo "Building the simulated accelerator of the tests (a minute or two) ..."
 	@$(BIN)/python -c 'from tests import as_on_gpu; as_on_gpu.missing() or as_on_gpu.build()'
 	@touch $@
 
