@@ -1207,8 +1207,8 @@ GUARDS = [
     Guard(
         "elastic: what the fit can is known of a rank that is started again",
         "launch/loss_policy.py",
-        "fewer=last.fewer, tasks=last.tasks, group=last.group)",
-        "fewer=None, tasks=None, group=last.group)",
+        "fewer=last.fewer, tasks=last.tasks)",
+        "fewer=None, tasks=None)",
         "tests/test_going_on.py::test_a_restart_does_not_wait_although_a_rank_was_started_again",
     ),
     Guard(

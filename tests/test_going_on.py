@@ -776,6 +776,27 @@ def test_to_take_ranks_in_is_no_interruption() -> None:
 # -- real ranks --------------------------------------------------------------------------------------------------------
 
 
+def gone_on(tmp: Path, config: dict[str, Any], ranks: int, *arguments: str) -> str:
+    """Runs ``launch --elastic --when-lost go-on``; returns what it has printed."""
+    launch = [sys.executable, "-m", "lightning_resilience.launch.cli", "launch", "--elastic", "--when-lost=go-on"]
+    launch += [*arguments, f"--nproc-per-node={ranks}", "--run-dir", config["run_dir"], *command(config)[1:]]
+    process = launchers.start(launch, tmp / "output")
+    try:
+        code = launchers.finish(process, tmp / "output")
+    finally:
+        process.kill()
+    output = (tmp / "output").read_text()
+    assert code == 0, output
+    return output
+
+
+def is_back(run_dir: str | Path, losses: int = 1) -> dict[str, Any]:
+    """Waits for the attempt behind that of all and, for each loss, those of who is left and of who comes back."""
+    file = f"{run_dir}/logs/attempt-{2 + 2 * losses}/*"
+    wait = {"do": "sleep", "seconds": 0.0, "after_file": file, "within_s": 120}
+    return {"at": "train", "step": 30, "rank": 0, **wait, "once": True}
+
+
 @pytest.mark.parametrize("global_batch", ["constant", "shrink"])
 @pytest.mark.slow
 def test_steps_have_the_samples_of_all_ranks_or_of_those_that_are_there_while_one_is_away(
@@ -783,22 +804,9 @@ def test_steps_have_the_samples_of_all_ranks_or_of_those_that_are_there_while_on
 ) -> None:
     options: dict[str, Any] = {"trainer": {"max_epochs": 3}}
     config = with_ranks(make(tmp_path, "disturbed", **options), 3)
-    is_back = f"{config['run_dir']}/logs/attempt-4/*"  # behind that of all, that of two, and that of who comes back
-    wait = {"do": "sleep", "seconds": 0.0, "after_file": is_back, "within_s": 120}
-    config["events"] = [
-        {"at": "train", "step": 13, "rank": 1, "do": "SIGKILL", "once": True},
-        {"at": "train", "step": 30, "rank": 0, **wait, "once": True},
-    ]
-    launch = [sys.executable, "-m", "lightning_resilience.launch.cli", "launch", "--elastic", "--when-lost=go-on"]
-    launch += [f"--global-batch={global_batch}", "--spares=off", "--nproc-per-node=3"]
-    launch += ["--run-dir", config["run_dir"], *command(config)[1:]]
-    process = launchers.start(launch, tmp_path / "output")
-    try:
-        code = launchers.finish(process, tmp_path / "output")
-    finally:
-        process.kill()
-    output = (tmp_path / "output").read_text()
-    assert code == 0, output
+    kill = {"at": "train", "step": 13, "rank": 1, "do": "SIGKILL", "once": True}
+    config["events"] = [kill, is_back(config["run_dir"])]
+    output = gone_on(tmp_path, config, 3, f"--global-batch={global_batch}", "--spares=off")
     changed = [each[:2] for each in changes(Path(config["run_dir"]) / "ledger")]
     assert changed == [([1], [0, 2]), ([], [0, 1, 2])], output
     wanted, steps = undisturbed(tmp_path, 3, **options)

@@ -254,6 +254,14 @@ def backends(monkeypatch: pytest.MonkeyPatch) -> dict[str, Backend]:
     return found
 
 
+def test_where_no_trainer_knows_of_the_package_that_is_the_reason() -> None:
+    """Only on the path, it has no entry point. Once installed, a group that was opened before is the script's."""
+    own = DefaultGroup()
+    assert "is not installed" in str(own.why_not())
+    own._is_installed = True
+    assert own.why_not() == "the script has opened the process group itself"
+
+
 def test_what_was_computed_since_an_abort_is_not_published(backends: dict[str, Backend]) -> None:
     backends["nccl"] = backend = Backend()
     own = DefaultGroup()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from collections import Counter
 from collections.abc import Collection
 from pathlib import Path
@@ -15,12 +14,11 @@ import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from lightning_resilience.run.settings import GLOBAL_BATCH_VARIABLE
-from tests import test_launchers as launchers
-from tests.harness import command, result, run, weights
+from tests.harness import result, run, weights
 from tests.ledgers import read_ledger
 from tests.test_absent_ranks import BATCHES, SAME_FOR_ALL, kill, samples
 from tests.test_exact_resume import make
-from tests.test_going_on import changes
+from tests.test_going_on import changes, gone_on, is_back
 
 SHARDS = 2  # ranks of a group
 
@@ -161,28 +159,13 @@ def test_ranks_that_are_no_whole_groups_go_on_as_before(tmp_path: Path) -> None:
 # -- a rank is lost ----------------------------------------------------------------------------------------------------
 
 
-def gone_on(
+def run_that_loses(
     tmp: Path, groups: int, events: list[dict[str, Any]], *arguments: str, **options: Any
 ) -> tuple[dict[str, Any], str]:
-    """Runs ``launch --elastic --when-lost go-on``; returns its config and output."""
+    """Loses ranks of a run that goes on; returns its config and output."""
     config = with_groups(make(tmp, "disturbed", **options), groups)
     config["events"] = [{"do": "SIGKILL", "once": True, **each} for each in events]
-    launch = [sys.executable, "-m", "lightning_resilience.launch.cli", "launch", "--elastic", "--when-lost=go-on"]
-    launch += [*arguments, f"--nproc-per-node={groups * SHARDS}", "--run-dir", config["run_dir"], *command(config)[1:]]
-    process = launchers.start(launch, tmp / "output")
-    try:
-        code = launchers.finish(process, tmp / "output")
-    finally:
-        process.kill()
-    output = (tmp / "output").read_text()
-    assert code == 0, output
-    return config, output
-
-
-def is_back(tmp: Path, losses: int = 1) -> dict[str, Any]:
-    """Waits for the attempt behind that of all and, for each loss, those of who is left and of who comes back."""
-    file = f"{tmp}/disturbed/run/logs/attempt-{2 + 2 * losses}/*"
-    return {"at": "train", "step": 30, "rank": 0, "do": "sleep", "seconds": 0.0, "after_file": file, "within_s": 120}
+    return config, gone_on(tmp, config, groups * SHARDS, *arguments)
 
 
 @pytest.mark.parametrize(
@@ -198,8 +181,8 @@ def test_whole_groups_go_on_without_the_group_of_a_lost_rank_and_take_it_in_agai
     tmp_path: Path, groups: int, lost: int, options: dict[str, Any]
 ) -> None:
     options = {"trainer": {"max_epochs": 3}, **options}
-    events = [{"at": "train", "step": 13, "rank": lost}, is_back(tmp_path)]
-    config, output = gone_on(tmp_path, groups, events, "--spares=off", **options)
+    events = [{"at": "train", "step": 13, "rank": lost}, is_back(tmp_path / "disturbed" / "run")]
+    config, output = run_that_loses(tmp_path, groups, events, "--spares=off", **options)
     every = [*range(groups * SHARDS)]
     left = [rank for rank in every if rank // SHARDS != lost // SHARDS]
     ledger = Path(config["run_dir"]) / "ledger"
@@ -244,8 +227,8 @@ def test_no_step_is_lost_with_a_group_and_none_is_done_again_when_it_is_back(
         events.append({"at": at, "step": step, "rank": members.index(slot)})
         members = [each for each in members if each // SHARDS != slot // SHARDS]
         wanted_changes.append(([slot], members))
-    events.append(is_back(tmp_path, len(lost)))
-    config, output = gone_on(tmp_path, groups, events, "--spares=off", **options)
+    events.append(is_back(tmp_path / "disturbed" / "run", len(lost)))
+    config, output = run_that_loses(tmp_path, groups, events, "--spares=off", **options)
     ledger = Path(config["run_dir"]) / "ledger"
     found = [each[:2] for each in changes(ledger)]
     assert found[: len(lost)] == wanted_changes, output
@@ -266,7 +249,9 @@ def test_no_step_is_lost_with_a_group_and_none_is_done_again_when_it_is_back(
 @pytest.mark.slow
 def test_no_step_is_lost_where_the_others_wait_for_the_rank(tmp_path: Path) -> None:
     options = {"trainer": {"max_epochs": 3}, **LAST_BOUNDARY, "sharded": "own mesh"}
-    config, output = gone_on(tmp_path, 2, [{"at": "train", "step": 13, "rank": 1}], "--when-lost=hold", **options)
+    config, output = run_that_loses(
+        tmp_path, 2, [{"at": "train", "step": 13, "rank": 1}], "--when-lost=hold", **options
+    )
     events = [*read_ledger(Path(config["run_dir"]) / "ledger")]
     assert [each["step"] for each in events if each.get("reason") == "after a loss"] == [13], output
     assert [each["step"] for each in events if each["event"] == "resumed"] == [13], output

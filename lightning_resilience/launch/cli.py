@@ -334,8 +334,8 @@ def _parser() -> argparse.ArgumentParser:
     here.add_argument(
         "--elastic",
         action="store_true",
-        help="replace a killed rank while the others keep their processes (DDP); what cannot be replaced is restarted, "
-        "as without it",
+        help="replace a killed rank while the others keep their processes (DDP, FSDP2); what cannot be replaced is "
+        "restarted, as without it",
     )
     here.add_argument(
         "--when-lost",

@@ -119,7 +119,7 @@ class LossPolicy:
             self._has_saved = True
         if kind == "state" and rank is not None and (member := self._life_of(rank)) is not None:
             member.says(fields)
-            self._newcomers.group = max(self._newcomers.group, member.group)
+            self._newcomers.group = max(self._newcomers.group, int(fields.get("group", 1)))
 
     def _life_of(self, rank: int) -> Member | None:
         lives = (self.members, self._newcomers.coming, self._newcomers.leaving)
@@ -401,7 +401,7 @@ class LossPolicy:
     def _begin_life(self, rank: int, now: float) -> Member:
         """A rank whose process is started, in the place of another one: what the fit can is known from that."""
         last = self.members.get(rank, Member(rank, self.generation))
-        return Member(rank, self.generation, now, fewer=last.fewer, tasks=last.tasks, group=last.group)
+        return Member(rank, self.generation, now, fewer=last.fewer, tasks=last.tasks)
 
     def _why_not(self, dead: list[Member], members: Collection[int]) -> str | None:
         """Why a loss is not mended by a generation of these members."""

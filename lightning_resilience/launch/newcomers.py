@@ -80,7 +80,6 @@ class Member:
         fewer: Why its fit cannot go on with fewer ranks; empty: it can; ``None``: neither it nor a process of its slot
             before it was in a fit yet.
         tasks: Why no other rank can take those of rank 0; the same.
-        group: How many ranks hold the state together, as it says.
         exit_code: How its process has ended, as ``subprocess`` gives it: of a signal the negative number.
     """
 
@@ -91,7 +90,6 @@ class Member:
     reason: str = ""
     fewer: str | None = None
     tasks: str | None = None
-    group: int = 1
     exit_code: int | None = None
 
     def says(self, fields: Mapping[str, Any]) -> None:
@@ -100,7 +98,6 @@ class Member:
         self.reason = str(fields["reason"])
         if self.state == "ready":
             self.fewer, self.tasks = (str(fields.get(name, SAYS_NOTHING)) for name in ("fewer", "tasks"))
-            self.group = int(fields.get("group", 1))
 
 
 def is_replaceable(exit_code: int | None) -> bool:
@@ -139,7 +136,7 @@ class Newcomers:
         leaving: Those that are being ended.
         away: Slots whose node is lost: they are started when there is one.
         given_up: Slots for which none is started any more.
-        group: How many ranks hold the state together.
+        group: How many ranks hold the state together, as they say.
     """
 
     def __init__(self, ranks: Ranks) -> None:

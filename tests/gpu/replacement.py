@@ -140,6 +140,13 @@ def same_end(bench: Bench, found: list[dict[str, Any]], reference: list[dict[str
     bench.expect(same, "it ended elsewhere")
 
 
+def changes(job: Launch, of: str) -> tuple[list[Any], set[int]]:
+    """This of each change of the ranks, and the processes that have begun the run: of one that was kept, its own."""
+    recorded = events(job.folder / "run")
+    found = [event[of] for event in recorded if event["event"] == "replaced"]
+    return found, {event["pid"] for event in recorded if event["event"] == "start"}
+
+
 @check("a killed rank is replaced while its peer, which waits for it in the device, keeps its process", limit_s=300)
 def replaced_rank(bench: Bench) -> None:
     reference = Launch(bench, "reference", False, "--elastic").ends()
@@ -147,9 +154,7 @@ def replaced_rank(bench: Bench) -> None:
     spares = job.spares()
     job.let_one_die()
     found = job.ends()
-    recorded = events(job.folder / "run")
-    replaced = [event["ranks"] for event in recorded if event["event"] == "replaced"]
-    starts = {event["pid"] for event in recorded if event["event"] == "start"}
+    replaced, starts = changes(job, "ranks")
     bench.figure("replaced", replaced)
     bench.expect(replaced == [[1]] and starts == {found[0]["pid"]}, f"all ranks were restarted: {replaced}, {starts}")
     bench.expect(found[1]["pid"] in spares, "no spare process took the place")
@@ -164,14 +169,11 @@ def gone_on(bench: Bench) -> None:
     job = Launch(bench, "killed", True, *options, waits=True)
     job.let_one_die()
     found = job.ends()
-    recorded = events(job.folder / "run")
-    members = [event["members"] for event in recorded if event["event"] == "replaced"]
-    starts = {event["pid"] for event in recorded if event["event"] == "start"}
+    members, starts = changes(job, "members")
     bench.figure("members", members)
     bench.expect(members == [[0], [0, 1]] and starts == {found[0]["pid"]}, f"others went on: {members}, {starts}")
     died = float((job.folder / "died").read_text())
-    alone = next(event for event in recorded if event["event"] == "replaced")
-    bench.figure("s to the decision to go on", alone["time"] - died)
+    bench.figure("s to the decision to go on", changes(job, "time")[0][0] - died)
     bench.figure("step at the end", [each["step"] for each in found])
     bench.expect({each["step"] for each in found} == {reference[0]["step"]}, "not all steps were made")
     same_end(bench, found, reference)
