@@ -202,10 +202,10 @@ def test_a_secret_that_others_can_read_is_none(tmp_path: Path) -> None:
 
 
 def test_who_takes_the_place_of_a_node_keeps_it(first: OtherNodes, capfd: pytest.CaptureFixture[str]) -> None:
-    lines = [
-        follower.join(("127.0.0.1", first.port), lambda: SECRET, 1, 2, process=process)
-        for process in ("broken", "in its place", "broken", "in its place")
-    ]
+    lines = []
+    for joined, process in [(1, "broken"), (2, "in its place"), (2, "broken"), (3, "in its place")]:
+        lines.append(follower.join(("127.0.0.1", first.port), lambda: SECRET, 1, 2, process=process))
+        wait_until(lambda joined=joined: len(first._joined) == joined)  # type: ignore[misc]
     told = lines[2].receive()  # when its cable is back
     assert told is not None
     assert (told.kind, told.fields) == ("end", {"code": 1})
