@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 from collections import Counter
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
@@ -17,8 +19,12 @@ from lightning_resilience.run.settings import GLOBAL_BATCH_VARIABLE
 from tests.harness import result, run, weights
 from tests.ledgers import read_ledger
 from tests.test_absent_ranks import BATCHES, SAME_FOR_ALL, kill, samples
+from tests.test_elastic_nodes import events_of
 from tests.test_exact_resume import make
 from tests.test_going_on import changes, gone_on, is_back
+from tests.test_launch import wait_until
+from tests.test_launchers import finish
+from tests.test_unplugged import Nodes, linked_nodes, waits  # noqa: F401  (a fixture)
 
 SHARDS = 2  # ranks of a group
 
@@ -255,6 +261,123 @@ def test_no_step_is_lost_where_the_others_wait_for_the_rank(tmp_path: Path) -> N
     events = [*read_ledger(Path(config["run_dir"]) / "ledger")]
     assert [each["step"] for each in events if each.get("reason") == "after a loss"] == [13], output
     assert [each["step"] for each in events if each["event"] == "resumed"] == [13], output
+    wanted, steps = undisturbed(tmp_path, 2, **options)
+    assert samples(config["log"]) == steps, output
+    assert_ends_alike(config, wanted)
+
+
+# -- on several nodes --------------------------------------------------------------------------------------------------
+
+
+def on_nodes(tmp: Path, count: int, groups: int, events: list[dict[str, Any]], **options: Any) -> dict[str, Any]:
+    """A run whose ranks are on so many nodes."""
+    config = with_groups(make(tmp, "disturbed", **options), groups)
+    config["trainer"] = {**config["trainer"], "devices": groups * SHARDS // count, "num_nodes": count}
+    config["events"] = [{"once": True, **each} for each in events]
+    return config
+
+
+def run_on(nodes: Nodes, config: dict[str, Any], output: Path, *more: str, ranks: int) -> None:
+    launches = [nodes.launch(node, config, output, *more, ranks=ranks) for node in range(nodes.count)]
+    try:
+        codes = [finish(launch, output) for launch in launches]
+    finally:
+        for launch in launches:
+            launch.kill()
+    assert set(codes) == {0}, output.read_text()
+
+
+def assert_went_on(
+    tmp: Path, config: dict[str, Any], groups: int, lost: list[int], left: list[int], **options: Any
+) -> None:
+    output = (tmp / "output").read_text()
+    changed = [(each["ranks"], each["members"]) for each in events_of(config, "replaced")]
+    assert changed == [(lost, left), ([], [*range(groups * SHARDS)])], output
+    wanted, steps = undisturbed(tmp, groups, **options)
+    assert samples(config["log"]) == steps, output
+    assert_ends_alike(config, wanted)
+
+
+@pytest.mark.parametrize(
+    ("signum", "options"),
+    [
+        pytest.param(signal.SIGKILL, {"save_every": 5}, id="killed, global checkpoints"),
+        pytest.param(signal.SIGKILL, LAST_BOUNDARY, id="killed, copies on other nodes"),
+        pytest.param(signal.SIGTERM, LAST_BOUNDARY, id="told to stop"),
+    ],
+)
+@pytest.mark.slow
+def test_the_groups_of_other_nodes_train_on_while_a_node_is_away_and_take_its_groups_in(
+    tmp_path: Path,
+    nodes: Nodes,
+    signum: signal.Signals,
+    options: dict[str, Any],
+) -> None:
+    options = {"trainer": {"max_epochs": 3}, "sharded": "own mesh", **options}
+    is_lost, output = tmp_path / "lost", tmp_path / "output"
+    # Behind the attempt of all ranks, that of one group, and those of two ranks that come back.
+    is_back = f"{tmp_path / 'disturbed' / 'run'}/logs/attempt-5/*"
+    config = on_nodes(tmp_path, 2, 2, [waits(13, is_lost), waits(30, is_back)], **options)
+    more = ("--nnodes=1:2", "--spares=off", "--section-timeouts=step:none")  # rank 0 waits in a step
+    launches = [nodes.launch(node, config, output, *more, ranks=SHARDS) for node in range(2)]
+    try:
+        wait_until(lambda: any(event["step"] >= 7 for event in events_of(config, "saved")), within_s=100.0)
+        below = psutil.Process(launches[1].pid).children(recursive=True)
+        next(each for each in below if "lightning_resilience.launch.cli" in each.cmdline()).send_signal(signum)
+        launches[1].wait(100.0)
+        is_lost.touch()
+        wait_until(lambda: len(events_of(config, "replaced")) == 1, output.read_text, within_s=100.0)
+        launches[1] = nodes.launch(1, config, output, *more, ranks=SHARDS)
+        codes = [finish(launch, output) for launch in launches]
+    finally:
+        for launch in launches:
+            launch.kill()
+    assert codes == [0, 0], output.read_text()
+    assert_went_on(tmp_path, config, 2, [2, 3] if signum == signal.SIGKILL else [], [0, 1], **options)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "groups", "lost", "options"),
+    [
+        pytest.param(2, 2, 3, {}, id="a group on each of 2 nodes"),
+        pytest.param(2, 2, 0, {"batch_norm": True}, id="a group on each of 2 nodes, rank 0"),
+        pytest.param(3, 3, 2, {"seeded_apart": True}, id="a group on each of 3 nodes"),
+        pytest.param(4, 2, 2, {"save_every": 5}, id="groups of 2 nodes, global checkpoints"),
+        pytest.param(2, 2, 1, {"sharded": "hybrid"}, id="groups with the same samples"),
+        pytest.param(2, 4, 3, {"trainer": {"max_epochs": 6}}, id="2 groups on each of 2 nodes"),
+    ],
+    indirect=["nodes"],
+)
+@pytest.mark.slow
+def test_a_group_that_has_lost_a_rank_on_another_node_is_taken_in_as_a_whole(
+    tmp_path: Path,
+    nodes: Nodes,
+    groups: int,
+    lost: int,
+    options: dict[str, Any],
+) -> None:
+    options = {"trainer": {"max_epochs": 3}, **LAST_BOUNDARY, "sharded": "own mesh", **options}
+    events = [{"at": "train", "step": 13, "rank": lost, "do": "SIGKILL"}, is_back(tmp_path / "disturbed" / "run")]
+    config = on_nodes(tmp_path, nodes.count, groups, events, **options)
+    more, ranks = (f"--nnodes={nodes.count}", "--when-lost=go-on", "--spares=off"), groups * SHARDS // nodes.count
+    output = tmp_path / "output"
+    run_on(nodes, config, output, *more, ranks=ranks)
+    left = [rank for rank in range(groups * SHARDS) if rank // SHARDS != lost // SHARDS]
+    assert_went_on(tmp_path, config, groups, [lost], left, **options)
+    saved = [each["step"] for each in events_of(config, "saved") if each["reason"] == "after a loss"]
+    has_alike = ranks > SHARDS  # on the same node
+    assert (13 in saved) == has_alike, output.read_text()
+
+
+@pytest.mark.slow
+def test_all_wait_for_the_replacement_on_another_node(tmp_path: Path, nodes: Nodes) -> None:
+    options: dict[str, Any] = {"trainer": {"max_epochs": 3}, **LAST_BOUNDARY, "sharded": "own mesh"}
+    events = [{"at": "train", "step": 13, "rank": 3, "do": "SIGKILL"}]
+    config = on_nodes(tmp_path, 2, 2, events, **options)
+    run_on(nodes, config, tmp_path / "output", "--nnodes=2", ranks=SHARDS)
+    output = (tmp_path / "output").read_text()
+    assert [each["ranks"] for each in events_of(config, "replaced")] == [[3]], output
+    assert [each["step"] for each in events_of(config, "resumed")] == [7], output
     wanted, steps = undisturbed(tmp_path, 2, **options)
     assert samples(config["log"]) == steps, output
     assert_ends_alike(config, wanted)

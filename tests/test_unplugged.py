@@ -25,16 +25,18 @@ PORT = 29500
 
 
 class Nodes:
-    """Two nodes, and the switch between them.
+    """Some nodes, and the switch between them.
 
     Args:
         folder: For the file that knows their names.
+        count: How many.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self._names = [f"lr{os.getpid()}{name}" for name in "sab"]
+    def __init__(self, folder: Path, count: int = 2) -> None:
+        self.count = count
+        self._names = [f"lr{os.getpid()}{name}" for name in ("s", *range(count))]
         self._hosts = folder / "hosts"
-        lines = ["127.0.0.1 localhost", *(f"10.77.0.{node + 1} node-{node}" for node in range(2))]
+        lines = ["127.0.0.1 localhost", *(f"10.77.0.{node + 1} node-{node}" for node in range(count))]
         self._hosts.write_text("\n".join([*lines, ""]))
 
     def __enter__(self) -> Nodes:
@@ -63,10 +65,12 @@ class Nodes:
     def unplug(self, node: int) -> None:
         _ip("-n", self._names[0], "link", "set", f"port{node}", "nomaster")
 
-    def launch(self, node: int, config: dict[str, Any], output: Path, *options: str) -> subprocess.Popen[bytes]:
+    def launch(
+        self, node: int, config: dict[str, Any], output: Path, *options: str, ranks: int = 1
+    ) -> subprocess.Popen[bytes]:
         python, *program = command(config)
         launch = [python, "-m", "lightning_resilience.launch.cli", "launch", "--elastic", *options]
-        launch += [f"--node-rank={node}", f"--rdzv-endpoint=node-0:{PORT}", "--nproc-per-node=1"]
+        launch += [f"--node-rank={node}", f"--rdzv-endpoint=node-0:{PORT}", f"--nproc-per-node={ranks}"]
         launch += ["--run-dir", config["run_dir"], *program]
         here = ["ip", "netns", "exec", self._names[node + 1], *ISOLATED, "sh", "-c", SET_UP, f"node-{node}"]
         with open(output, "ab") as file:
@@ -82,12 +86,12 @@ def _ip(*arguments: str) -> None:
     subprocess.run(["ip", *arguments], check=True, capture_output=True, timeout=30)
 
 
-@pytest.fixture
-def nodes(tmp_path: Path) -> Iterator[Nodes]:
+@pytest.fixture(name="nodes")
+def linked_nodes(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Nodes]:
     if reason := why_no_pods():
         pytest.skip(reason)
     try:
-        with Nodes(tmp_path) as made:
+        with Nodes(tmp_path, getattr(request, "param", 2)) as made:
             yield made
     except (OSError, subprocess.CalledProcessError) as error:
         pytest.skip(f"no network namespaces: {error}")

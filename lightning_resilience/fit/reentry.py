@@ -232,8 +232,6 @@ class Replaceability(Participant):
         if self.why_not is None:
             fewer = absent_ranks.why_not(trainer, len(self._line.slots)) or absent_ranks.why_not_divided(trainer)
             group = max(1, lightning_strategies.group_size(trainer))
-            if group > 1 and trainer.num_nodes > 1:
-                fewer = fewer or "groups of ranks that share the state out were never lost on several nodes"
             if group > 1:  # cut in the midst of a step, some parts of the state could be behind it and others not
                 self._line.leave_together = self._ask_to_leave
             tasks = lightning_loggers.why_others_cannot_log(trainer)
