@@ -852,8 +852,8 @@ def test_a_survivor_that_gloo_has_forgotten_ends_and_is_replaced_too(tmp_path: P
     assert "Restarting all ranks" not in output
 
 
-def in_torch(does: Callable[[], object]) -> None:
-    path = os.path.join(os.path.dirname(torch.__file__), "distributed", "collectives.py")
+def in_torch(does: Callable[[], object], folder: str = "distributed") -> None:
+    path = os.path.join(os.path.dirname(torch.__file__), folder, "graph.py")
     exec(compile("does()", path, "exec"), {"does": does})
 
 
@@ -865,6 +865,8 @@ computes = partial(hashlib.pbkdf2_hmac, "sha256", b"", b"", 5_000_000)  # for se
     ("does", "leaves_after_s", "expected"),
     [
         pytest.param(partial(in_torch, sleeps), math.inf, True, id="in a collective"),
+        pytest.param(partial(in_torch, sleeps), 0.9, False, id="in a collective, not for so long"),
+        pytest.param(partial(in_torch, sleeps, "autograd"), 0.9, True, id="in a backward pass"),
         pytest.param(partial(in_torch, sleeps), 0.1, False, id="it leaves"),
         pytest.param(partial(in_torch, computes), 1.5, False, id="it computes"),
         pytest.param(sleeps, 1.5, False, id="elsewhere"),
@@ -873,7 +875,8 @@ computes = partial(hashlib.pbkdf2_hmac, "sha256", b"", b"", 5_000_000)  # for se
 def test_only_a_rank_that_waits_in_torch_has_been_forgotten(
     does: Callable[[], object], leaves_after_s: float, expected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stuck, "STUCK_AFTER_S", 0.5)
+    monkeypatch.setattr(deadlines, "STUCK_AFTER_S", 1.3)
+    monkeypatch.setattr(deadlines, "STUCK_IN_BACKWARD_AFTER_S", 0.4)
     since, found = time.monotonic(), list[bool]()
 
     def watch() -> None:

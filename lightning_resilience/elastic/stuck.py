@@ -13,19 +13,19 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
-from lightning_resilience.run.deadlines import STUCK_AFTER_S
+from lightning_resilience.run import deadlines
 
 _POLL_S = 0.1
 _IDLE_SHARE = 0.2
 """Of a core: a process that computes uses more, or would if other processes left it one."""
 
-_PLACES = tuple(
-    os.path.join(os.path.dirname(torch.__file__), *place) + os.sep
-    for place in (("distributed",), ("autograd",), ("nn", "parallel"))
-)
+_TORCH = os.path.dirname(torch.__file__)
+_BACKWARD = tuple(os.path.join(_TORCH, *place) + os.sep for place in (("autograd",), ("nn", "parallel")))
+_COLLECTIVES = os.path.join(_TORCH, "distributed") + os.sep
 
 
 def waits_for_ever(has_left: Callable[[], bool]) -> bool:
@@ -35,7 +35,7 @@ def waits_for_ever(has_left: Callable[[], bool]) -> bool:
         has_left: Whether it has left the group.
 
     Returns:
-        Whether it has stood still in a collective or a backward pass for :data:`~.deadlines.STUCK_AFTER_S`, and the
+        Whether it has stood still in a collective or a backward pass for as long as :mod:`~.deadlines` allows, and the
         process has computed nothing meanwhile; false as soon as it has left.
     """
     since, used, place = time.monotonic(), _computed_s(), _place()
@@ -44,7 +44,7 @@ def waits_for_ever(has_left: Callable[[], bool]) -> bool:
         now, uses, is_at = time.monotonic(), _computed_s(), _place()
         if is_at is None or is_at != place or uses - used > _IDLE_SHARE * (now - since) + _POLL_S:
             since, used, place = now, uses, is_at
-        elif now - since >= STUCK_AFTER_S:
+        elif now - since >= is_at.may_take_s:
             return True
     return False
 
@@ -58,9 +58,25 @@ def _computed_s() -> float:
     return time.process_time() + waited_ns / 1e9
 
 
-def _place() -> tuple[int, int] | None:
-    """Where the main thread is in Python, if it is inside of torch's own communication or backward pass."""
+class _Place(NamedTuple):
+    """Where a thread is in Python.
+
+    Attributes:
+        frame: Of which call.
+        instruction: At which of its instructions.
+        may_take_s: How long it may stand still there.
+    """
+
+    frame: int
+    instruction: int
+    may_take_s: float
+
+
+def _place() -> _Place | None:
+    """Where the main thread is, if it is inside of torch's own communication or backward pass."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    if frame is None or not frame.f_code.co_filename.startswith(_PLACES):
+    if frame is None:
         return None
-    return id(frame), frame.f_lasti
+    if (file := frame.f_code.co_filename).startswith(_BACKWARD):
+        return _Place(id(frame), frame.f_lasti, deadlines.STUCK_IN_BACKWARD_AFTER_S)
+    return _Place(id(frame), frame.f_lasti, deadlines.STUCK_AFTER_S) if file.startswith(_COLLECTIVES) else None

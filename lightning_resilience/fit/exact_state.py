@@ -28,6 +28,7 @@ from lightning_resilience.checkpoint import data_position
 from lightning_resilience.checkpoint.reduction_order import (
     GradientArrivalRecorder,
     inexact_reasons,
+    order_matters,
     rebuilds_buckets,
     replay_gradient_arrival,
 )
@@ -400,7 +401,7 @@ class ExactState:
         if ddp is not None and rebuilds_buckets(ddp):
             if self.arrival_order is None:
                 self._recorder = GradientArrivalRecorder(ddp)
-            elif not replay_gradient_arrival(ddp, self.arrival_order) and self.fit.rank == 0:
+            elif order_matters(ddp) and not replay_gradient_arrival(ddp, self.arrival_order) and self.fit.rank == 0:
                 log.warning("A resume will not be exact: other parameters require gradients than when it was saved.")
 
     def _restore_data_position(self, mine: dict[str, Any] | None) -> None:

@@ -181,6 +181,9 @@ STUCK_AFTER_S = 5.0
 """How long a survivor may stand still in a collective of its group after that was cut. An attempt to connect to a store
 that is closed takes 3 s."""
 
+STUCK_IN_BACKWARD_AFTER_S = 1.0
+"""The same in a backward pass, where it does not connect to anything."""
+
 SURVIVORS_FOUND_WITHIN_S = 5.0
 """How long they may take of it until each has said at which boundary it is."""
 
