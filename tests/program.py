@@ -1079,8 +1079,9 @@ def make_trainer(config: dict[str, Any], world_size: int) -> L.Trainer:
         options["strategy"] = Fsdp1OnCpu(state_dict_type=config["sharded"].split()[1])
     elif config["sharded"]:
         size = config["data_parallel"] or world_size
+        sizes = ("auto", "auto") if size == "auto" else (size, world_size // size)
         options["strategy"] = L.strategies.ModelParallelStrategy(
-            size, world_size // size, save_distributed_checkpoint=config["sharded"] != "whole file", **collectives
+            *sizes, save_distributed_checkpoint=config["sharded"] != "whole file", **collectives
         )
     return L.Trainer(callbacks=callbacks, **options)
 

@@ -627,6 +627,19 @@ def test_a_whole_group_at_the_door_waits_a_little_for_another_one() -> None:
     assert run.told == [([0, 1, 4, 5], [0, 1, 4, 5])]
 
 
+def test_a_node_that_leaves_with_a_part_of_a_group_leaves_whole_groups_behind() -> None:
+    run = of_groups(size=4)
+    run.policy.ask_to_leave([3])
+    run.step()
+    run.step(deadlines.STOP_REACHES_ALL_WITHIN_S)
+    assert [members for _, members in run.told] == [[0, 1]]
+    assert run.dismissed == [[3]]
+    alone = of_groups(size=2)
+    alone.policy.ask_to_leave([1])
+    alone.step()
+    assert alone.signalled == [([0, 1], signal.SIGTERM)], "no group is left: all save"
+
+
 def test_the_others_wait_for_a_replacement_where_no_group_is_whole(lines: list[str]) -> None:
     run = of_groups(size=4)
     run.lose(1, 2)

@@ -304,6 +304,7 @@ def assert_went_on(
         pytest.param(signal.SIGKILL, {"save_every": 5}, id="killed, global checkpoints"),
         pytest.param(signal.SIGKILL, LAST_BOUNDARY, id="killed, copies on other nodes"),
         pytest.param(signal.SIGTERM, LAST_BOUNDARY, id="told to stop"),
+        pytest.param(signal.SIGKILL, {"save_every": 5, "sharded": "hybrid"}, id="killed, sizes that Lightning chooses"),
     ],
 )
 @pytest.mark.slow
@@ -318,6 +319,8 @@ def test_the_groups_of_other_nodes_train_on_while_a_node_is_away_and_take_its_gr
     # Behind the attempt of all ranks, that of one group, and those of two ranks that come back.
     is_back = f"{tmp_path / 'disturbed' / 'run'}/logs/attempt-5/*"
     config = on_nodes(tmp_path, 2, 2, [waits(13, is_lost), waits(30, is_back)], **options)
+    if options["sharded"] == "hybrid":
+        config["data_parallel"] = "auto"  # as many groups as there are nodes
     more = ("--nnodes=1:2", "--spares=off", "--section-timeouts=step:none")  # rank 0 waits in a step
     launches = [nodes.launch(node, config, output, *more, ranks=SHARDS) for node in range(2)]
     try:
@@ -342,7 +345,6 @@ def test_the_groups_of_other_nodes_train_on_while_a_node_is_away_and_take_its_gr
         pytest.param(2, 2, 3, {}, id="a group on each of 2 nodes"),
         pytest.param(2, 2, 0, {"batch_norm": True}, id="a group on each of 2 nodes, rank 0"),
         pytest.param(3, 3, 2, {"seeded_apart": True}, id="a group on each of 3 nodes"),
-        pytest.param(4, 2, 2, {"save_every": 5}, id="groups of 2 nodes, global checkpoints"),
         pytest.param(2, 2, 1, {"sharded": "hybrid"}, id="groups with the same samples"),
         pytest.param(2, 4, 3, {"trainer": {"max_epochs": 6}}, id="2 groups on each of 2 nodes"),
     ],
@@ -378,6 +380,21 @@ def test_all_wait_for_the_replacement_on_another_node(tmp_path: Path, nodes: Nod
     output = (tmp_path / "output").read_text()
     assert [each["ranks"] for each in events_of(config, "replaced")] == [[3]], output
     assert [each["step"] for each in events_of(config, "resumed")] == [7], output
+    wanted, steps = undisturbed(tmp_path, 2, **options)
+    assert samples(config["log"]) == steps, output
+    assert_ends_alike(config, wanted)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("nodes", [4], indirect=True)
+def test_groups_that_spread_over_nodes_wait_for_the_replacement(tmp_path: Path, nodes: Nodes) -> None:
+    options: dict[str, Any] = {"trainer": {"max_epochs": 3}, **LAST_BOUNDARY, "sharded": "own mesh"}
+    events = [{"at": "train", "step": 13, "rank": 2, "do": "SIGKILL"}]
+    config = on_nodes(tmp_path, 4, 2, events, **options)
+    run_on(nodes, config, tmp_path / "output", "--nnodes=4", "--when-lost=go-on", "--spares=off", ranks=1)
+    output = (tmp_path / "output").read_text()
+    assert [each["ranks"] for each in events_of(config, "replaced")] == [[2]], output
+    assert "spread over several nodes" in output
     wanted, steps = undisturbed(tmp_path, 2, **options)
     assert samples(config["log"]) == steps, output
     assert_ends_alike(config, wanted)

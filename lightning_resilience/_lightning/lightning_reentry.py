@@ -73,7 +73,6 @@ class Start:
         self._trainer = trainer
         self._layers = Layers(module) if name_of(trainer.strategy) == "ModelParallelStrategy" else None
         self._devices: Any = getattr(trainer.strategy, "parallel_devices", None)
-        self._sizes: list[Any] = [vars(trainer.strategy).get(name) for name in _SIZES]
         # Layers that are made later may be frozen when they are made.
         self._trained = [(each, each.requires_grad) for each in module.parameters()]
         self._modes = [(each, each.training) for each in module.modules()]
@@ -89,9 +88,10 @@ class Start:
             node: Which of them is this one.
         """
         here = nodes[node]
-        if all(type(size) is int for size in self._sizes):  # else Lightning finds them anew
-            size = self._sizes[1]
-            vars(self._trainer.strategy).update(zip(_SIZES, (sum(map(len, nodes)) // size, size), strict=True))
+        sizes: list[Any] = [vars(self._trainer.strategy).get(name) for name in _SIZES]
+        if all(type(size) is int for size in sizes):  # else Lightning finds them, which it does once
+            ranks = sum(map(len, nodes))
+            vars(self._trainer.strategy).update(zip(_SIZES, (ranks // sizes[1], sizes[1]), strict=True))
         if self._devices is None or max(here) >= len(self._devices):
             return
         strategy: Any = self._trainer.strategy

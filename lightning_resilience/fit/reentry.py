@@ -232,6 +232,9 @@ class Replaceability(Participant):
         if self.why_not is None:
             fewer = absent_ranks.why_not(trainer, len(self._line.slots)) or absent_ranks.why_not_divided(trainer)
             group = max(1, lightning_strategies.group_size(trainer))
+            if any(len(node) % group for node in self._line.nodes):
+                # Who goes on could lack a part of the state of which every copy is on the other nodes of a group.
+                fewer = fewer or "groups of ranks that share the state out spread over several nodes"
             if group > 1:  # cut in the midst of a step, some parts of the state could be behind it and others not
                 self._line.leave_together = self._ask_to_leave
             tasks = lightning_loggers.why_others_cannot_log(trainer)

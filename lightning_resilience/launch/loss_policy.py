@@ -135,7 +135,7 @@ class LossPolicy:
         if not slots:
             self._leaving_since = None
             return
-        left = [slot for slot in self._slots if slot not in self._leaving]
+        left = self._in_whole_groups(slot for slot in self._slots if slot not in self._leaving)
         if not self._goes_on or self._why_not_without(left) is not None:
             self.ask_to_stop()
 
@@ -350,7 +350,7 @@ class LossPolicy:
     def _shrink(self, now: float) -> None:
         """Goes on without those that are to leave."""
         leaving, self._leaving_since = self._leaving, None
-        left = [slot for slot in self.members if slot not in leaving]
+        left = self._in_whole_groups(slot for slot in self.members if slot not in leaving)
         if self._why_not_without(left) is not None:  # fewer are left than when they were asked
             return self.ask_to_stop()
         self._newcomers.end(now, [each for slot, each in self._newcomers.coming.items() if slot in leaving])
