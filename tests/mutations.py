@@ -1128,6 +1128,35 @@ GUARDS = [
         "tests/test_replacement.py::test_a_survivor_that_gloo_has_forgotten_ends_and_is_replaced_too",
     ),
     Guard(
+        "elastic: groups that spread over several nodes wait for the replacement",
+        "fit/reentry.py",
+        "if any(len(node) % group for node in self._line.nodes):",
+        "if False:",
+        "tests/test_replicas_of_shards.py::test_groups_that_spread_over_nodes_wait_for_the_replacement",
+    ),
+    Guard(
+        "elastic: a mesh whose sizes Lightning has chosen follows the number of ranks",
+        "_lightning/lightning_reentry.py",
+        "if all(type(size) is int for size in sizes):",
+        "if False:",
+        "tests/test_replicas_of_shards.py::test_the_groups_of_other_nodes_train_on_while_a_node_is_away_and_take_its_"
+        "groups_in[killed, sizes that Lightning chooses]",
+    ),
+    Guard(
+        "elastic: a node that is told to stop leaves whole groups behind",
+        "launch/loss_policy.py",
+        "left = self._in_whole_groups(slot for slot in self.members if slot not in leaving)",
+        "left = [slot for slot in self.members if slot not in leaving]",
+        "tests/test_going_on.py::test_a_node_that_leaves_with_a_part_of_a_group_leaves_whole_groups_behind",
+    ),
+    Guard(
+        "elastic: a survivor that stands in a backward pass is not waited for as long as in a collective",
+        "elastic/stuck.py",
+        "startswith(_BACKWARD)",
+        "startswith(())",
+        "tests/test_replacement.py::test_only_a_rank_that_waits_in_torch_has_been_forgotten[in a backward pass]",
+    ),
+    Guard(
         "elastic: a rank that computes and gets no core is not taken for one that gloo has forgotten",
         "elastic/stuck.py",
         "waited_ns / 1e9",
