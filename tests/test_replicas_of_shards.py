@@ -346,7 +346,9 @@ def test_the_groups_of_other_nodes_train_on_while_a_node_is_away_and_take_its_gr
         pytest.param(2, 2, 0, {"batch_norm": True}, id="a group on each of 2 nodes, rank 0"),
         pytest.param(3, 3, 2, {"seeded_apart": True}, id="a group on each of 3 nodes"),
         pytest.param(2, 2, 1, {"sharded": "hybrid"}, id="groups with the same samples"),
-        pytest.param(2, 4, 3, {"trainer": {"max_epochs": 6}}, id="2 groups on each of 2 nodes"),
+        pytest.param(
+            2, 4, 3, {"trainer": {"max_epochs": 6}}, id="2 groups on each of 2 nodes", marks=pytest.mark.campaign
+        ),
     ],
     indirect=["nodes"],
 )
