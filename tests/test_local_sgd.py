@@ -538,7 +538,8 @@ def test_a_stop_that_cannot_wait_exchanges_ahead_of_time(
     codes, output = run(config, tmp_path / "run")
     assert set(codes) == {0}, output
     (resumed,) = [each for each in read_ledger(RunDirectory(config["run_dir"]).ledger) if each["event"] == "resumed"]
-    assert step < resumed["step"] < (step // every + 1) * every
+    # How many steps are slow enough depends on how long the others have taken; only that it is ahead does not.
+    assert step < resumed["step"] <= (every - 1 if slow else step + 4)
 
 
 @pytest.mark.parametrize("by_exchange", [True, False])

@@ -287,15 +287,19 @@ def run_on(nodes: Nodes, config: dict[str, Any], output: Path, *more: str, ranks
     assert set(codes) == {0}, output.read_text()
 
 
+def assert_as_undisturbed(tmp: Path, config: dict[str, Any], groups: int, **options: Any) -> None:
+    wanted, steps = undisturbed(tmp, groups, **options)
+    assert samples(config["log"]) == steps, (tmp / "output").read_text()
+    assert_ends_alike(config, wanted)
+
+
 def assert_went_on(
     tmp: Path, config: dict[str, Any], groups: int, lost: list[int], left: list[int], **options: Any
 ) -> None:
     output = (tmp / "output").read_text()
     changed = [(each["ranks"], each["members"]) for each in events_of(config, "replaced")]
     assert changed == [(lost, left), ([], [*range(groups * SHARDS)])], output
-    wanted, steps = undisturbed(tmp, groups, **options)
-    assert samples(config["log"]) == steps, output
-    assert_ends_alike(config, wanted)
+    assert_as_undisturbed(tmp, config, groups, **options)
 
 
 @pytest.mark.parametrize(
@@ -382,9 +386,7 @@ def test_all_wait_for_the_replacement_on_another_node(tmp_path: Path, nodes: Nod
     output = (tmp_path / "output").read_text()
     assert [each["ranks"] for each in events_of(config, "replaced")] == [[3]], output
     assert [each["step"] for each in events_of(config, "resumed")] == [7], output
-    wanted, steps = undisturbed(tmp_path, 2, **options)
-    assert samples(config["log"]) == steps, output
-    assert_ends_alike(config, wanted)
+    assert_as_undisturbed(tmp_path, config, 2, **options)
 
 
 @pytest.mark.slow
@@ -397,6 +399,4 @@ def test_groups_that_spread_over_nodes_wait_for_the_replacement(tmp_path: Path, 
     output = (tmp_path / "output").read_text()
     assert [each["ranks"] for each in events_of(config, "replaced")] == [[2]], output
     assert "spread over several nodes" in output
-    wanted, steps = undisturbed(tmp_path, 2, **options)
-    assert samples(config["log"]) == steps, output
-    assert_ends_alike(config, wanted)
+    assert_as_undisturbed(tmp_path, config, 2, **options)
