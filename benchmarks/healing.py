@@ -3,7 +3,8 @@
 Ranks of a model with 100 million parameters (1.2 GB with what AdamW keeps of them) train under ``launch --elastic
 --when-lost go-on``. One is killed with SIGKILL again and again, each time after some steps of all. *Goes on* is the
 time from the kill to the next step of the others, *takes in* the time between two of their steps in which the new rank
-has come. In both a step is done, and the state of a boundary saved and loaded.
+has come. In both a step is done. *Stands still* is what of *takes in* comes before that: the state of the boundary is
+saved, and the fit entered again.
 
     PYTHONPATH=. python benchmarks/healing.py [--kills 5] [--ranks 2]
 """
@@ -21,7 +22,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from restart import BUDGET, OURS, PATIENCE_S, Arm, row
+from restart import BUDGET, OURS, PATIENCE_S, Arm, Notes, row
 from restart_program import SAVE_EVERY
 
 GO_ON = [*OURS, *BUDGET, "--elastic", "--when-lost", "go-on", "--spares", "off"]
@@ -56,6 +57,7 @@ def main() -> None:
     steps: list[float] = []
     goes_on: list[float] = []
     takes_in: list[float] = []
+    stands_still: list[float] = []
     with tempfile.TemporaryDirectory() as folder:
         arm = Arm(GO_ON, "large", options.ranks, Path(folder, "run"))
         try:
@@ -68,14 +70,20 @@ def main() -> None:
                 came = min(mark.seconds for mark in arm.look() if mark.pid in there - before)
                 gaps = [(b - a, b) for a, b in itertools.pairwise(others)]
                 goes_on.append(min(b for _, b in gaps if b > killed) - killed)
-                takes_in.append(max(gap for gap, b in gaps if killed + goes_on[-1] < b <= came + 1.0))
+                gap, end = max((gap, b) for gap, b in gaps if killed + goes_on[-1] < b <= came + 1.0)
+                takes_in.append(gap)
+                begun = [Notes(arm.folder / "marks" / f"begun-{rank}") for rank in range(options.ranks)]
+                of_others = [mark.seconds for notes in begun for mark in notes.look() if mark.pid == min(before)]
+                stands_still.append(max(each for each in of_others if each < end) - (end - gap))
                 steps += [gap for gap, b in gaps if killed - BETWEEN_S < b < killed]
-                print(f"goes on after {goes_on[-1]:.2f} s, takes in in {takes_in[-1]:.2f} s", file=sys.stderr)
+                print(f"goes on after {goes_on[-1]:.2f} s, takes in in {takes_in[-1]:.2f} s", end=", ", file=sys.stderr)
+                print(f"of which it stands still for {stands_still[-1]:.2f} s", file=sys.stderr)
         finally:
             arm.end()
-    print("| ranks | a step, p50 | goes on, p50 | longest | takes in, p50 | longest |")
-    print("|---|---|---|---|---|---|")
-    print(f"| {options.ranks} | {statistics.median(steps):.2f} | {row(goes_on)} | {row(takes_in)} |")
+    print("| ranks | a step, p50 | goes on, p50 | longest | takes in, p50 | longest | stands still, p50 | longest |")
+    print("|---|---|---|---|---|---|---|---|")
+    times = " | ".join(map(row, (goes_on, takes_in, stands_still)))
+    print(f"| {options.ranks} | {statistics.median(steps):.2f} | {times} |")
 
 
 if __name__ == "__main__":

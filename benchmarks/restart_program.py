@@ -27,7 +27,7 @@ WIDTH = 10_000
 
 
 class Marks(L.Callback):
-    """Notes when this rank has made which step, and in which process.
+    """Notes when this rank has begun a step, when it has made which one, and in which process.
 
     Args:
         folder: Where the notes of all ranks are.
@@ -35,13 +35,20 @@ class Marks(L.Callback):
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._file: Any = None
+        self._files: dict[str, Any] = {}
+
+    def on_train_batch_start(self, trainer: L.Trainer, *_: object) -> None:
+        """One line for each step that is begun."""
+        self._note("begun", trainer)
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: object) -> None:
         """One line for each step."""
-        if self._file is None:
-            self._file = open(self._folder / f"rank-{trainer.global_rank}", "ab", buffering=0)
-        self._file.write(f"{time.monotonic()!r} {trainer.global_step} {os.getpid()}\n".encode())
+        self._note("rank", trainer)
+
+    def _note(self, name: str, trainer: L.Trainer) -> None:
+        if name not in self._files:
+            self._files[name] = open(self._folder / f"{name}-{trainer.global_rank}", "ab", buffering=0)
+        self._files[name].write(f"{time.monotonic()!r} {trainer.global_step} {os.getpid()}\n".encode())
 
 
 class Tiny(L.LightningModule):

@@ -39,10 +39,12 @@ from lightning_resilience.agreement_protocol import PeerLost
 from lightning_resilience.checkpoint import capacity, checkpoint_file, resume, shard
 from lightning_resilience.checkpoint import local as local_saves
 from lightning_resilience.checkpoint import node_store as node_store
+from lightning_resilience.checkpoint.at_hand import AtHand
 from lightning_resilience.checkpoint.generations import RankLocation, Transfer, rank_locations
 from lightning_resilience.checkpoint.local import LocalSaves, Peers, SaveHooks
 from lightning_resilience.checkpoint.node_store import NodeStore, ShardWriter
 from lightning_resilience.checkpoint.recovery import LocalTier
+from lightning_resilience.checkpoint.safe_serialization import nested
 from lightning_resilience.checkpoint.save_coordinator import SaveCoordinator
 from lightning_resilience.checkpoint.schedule import Schedule
 from lightning_resilience.checkpoint.snapshot import Snapshot, optimizer_tensors, wait_with_heartbeat
@@ -1391,6 +1393,7 @@ def bring_back(
     loses: Callable[[Transfer], bool] = lambda _: False,
     without: Sequence[str] = (),
     why_not: str | None = None,
+    at_hand: Mapping[int, AtHand] | None = None,
 ) -> tuple[list[int], list[str], list[dict[str, Any]] | None, Together]:
     """Resumes all ranks as a session does; returns which steps were tried, what is not used, and their states."""
     together = Together(folder, ranks, loses)
@@ -1403,6 +1406,7 @@ def bring_back(
             gather = together.gather(place.rank)
             shared = functools.partial(tuple[str, int], (kind, int(kind == "whole")))
             tier = LocalTier(store, ranks, place.rank, OWNER, shared, gather, fetch, lambda places: why_not)
+            tier.at_hand = (at_hand or {}).get(place.rank)
             usable, reasons = tier.find(without)
             tried = []
             for generation in usable:
@@ -1892,6 +1896,34 @@ def test_saves_without_waiting_for_the_next(job: Job) -> None:
     assert are_of(9, states)
 
 
+@pytest.mark.parametrize("changed", ["nothing", "a parameter", "what the optimizer keeps", "an older generation"])
+def test_what_a_rank_has_saved_and_still_has_it_does_not_read(job: Job, changed: str) -> None:
+    """Whatever has changed it since, also where torch does not count it: then it is read."""
+    job.train(9)
+    kept = {}
+    for number, rank in enumerate(job.ranks):
+        live = rank.model.live()
+        saved = rank.saves.save_now("0badcafe", rank.model.steps, rank.model.state(), live, live, 10.0)
+        assert saved is not None
+        if number in (0, 3):  # not so the second rank of the first node, nor the first one of the other node
+            kept[number] = saved.at_hand()
+    job.stop()
+    folder = job.ranks[0].store.directory.parent
+    live = job.ranks[0].model.live()
+    where = {each.data_ptr() for each in live}
+    if changed == "an older generation":
+        shutil.rmtree(folder / "a" / "step-000000000009-0badcafe")
+        shutil.rmtree(folder / "b" / "step-000000000009-0badcafe")
+    elif changed != "nothing":
+        live[0 if changed == "a parameter" else -1].data.view(-1)[0] += 1.0
+    tried, _, states, _ = bring_back(folder, at_hand=kept)
+    assert tried == [8 if changed == "an older generation" else 9]
+    assert are_of(tried[0], states)
+    assert states is not None
+    loaded = {each.data_ptr() for each in nested(states[0]) if isinstance(each, torch.Tensor)}
+    assert (where <= loaded, where.isdisjoint(loaded)) == (changed == "nothing", changed != "nothing")
+
+
 def test_at_the_start_what_cannot_be_resumed_from_goes(tmp_path: Path) -> None:
     job = Job(tmp_path, TWO_BY_TWO)
     job.train(13)
@@ -1899,6 +1931,8 @@ def test_at_the_start_what_cannot_be_resumed_from_goes(tmp_path: Path) -> None:
     part = at(tmp_path, "b", 12, "rank-00002")
     part.unlink()
     again = Job(tmp_path, rank_locations([("a", 0), ("b", 1)]))
+    for rank in again.ranks:
+        rank.await_save()  # that there may be
     assert published(again) == [[]] * 2, "what four ranks have saved two cannot use"
     again.stop()
 

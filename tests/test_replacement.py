@@ -171,6 +171,7 @@ def test_who_does_not_go_on_is_not_waited_for(ends: tuple[Membership, Channel]) 
     line.members = (0, 1, 4, 5, 6, 7)
     assert line.gone(Replacement(2, 2, {4: "was killed by SIGKILL"}, (0, 1, 6, 7))) == {2, 3}
     assert line.gone(Replacement(2, 2, {}, (0, 1, 2, 3, 4, 5, 6, 7))) == set()
+    assert line.gone(Replacement(2, 2, {}, (0, 1, 6, 7))) == {2, 3}, "they leave"
 
 
 def test_an_error_of_the_user_is_raised(ends: tuple[Membership, Channel], monkeypatch: pytest.MonkeyPatch) -> None:

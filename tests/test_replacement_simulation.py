@@ -554,7 +554,7 @@ class Policy(LocalSavePolicy):
 
     def save_now(
         self, generation: str, step: int, own: Any, state: Any, counted: int, left_s: float, location: RankLocation
-    ) -> str | None:
+    ) -> Any:
         """As `LocalSaves.save_now`: ``None`` if it was not published."""
         simulation, size = self.process.simulation, location.world_size
         digest, part = str(hash(state)), self.process.rank % simulation.schedule.group
@@ -570,7 +570,7 @@ class Policy(LocalSavePolicy):
                 )
         except StaleAttempt:
             return None
-        return digest
+        return SimpleNamespace(replicated_digest=lambda: digest, at_hand=lambda: None)
 
     def _record(self, step: int, generation: str, reason: str, seconds: float | None = None) -> None:
         simulation = self.process.simulation

@@ -299,6 +299,8 @@ def assert_went_on(
     output = (tmp / "output").read_text()
     changed = [(each["ranks"], each["members"]) for each in events_of(config, "replaced")]
     assert changed == [(lost, left), ([], [*range(groups * SHARDS)])], output
+    saved = [each["step"] for each in events_of(config, "saved") if each["reason"] == "after a loss"]
+    assert {*saved} <= {each["step"] for each in events_of(config, "resumed")}, "what is said to be saved is used"
     assert_as_undisturbed(tmp, config, groups, **options)
 
 

@@ -163,10 +163,10 @@ def leave_fit(trainer: Trainer, start: Start) -> None:
         except Exception as error:  # such as a collective without the rank that was lost
             log.warning("%s.teardown has failed: %s", type(owner).__name__, error)
     module._metric_attributes = None  # those that its setup makes
+    trainer.strategy.optimizers = []  # else the teardown brings what they keep to the host
     with suppress(Exception):
         trainer._teardown()
     trainer.strategy.model = module  # without the wrapper around it, whose hooks go with it
     reset_loops(trainer, module)
-    trainer.strategy.optimizers = []
     trainer.strategy.lr_scheduler_configs = []
     start.put_back()

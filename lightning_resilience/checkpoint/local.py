@@ -211,7 +211,6 @@ class LocalSaves:
         self._complete, self._fallback = list(complete), fallback
         self._last = self._passed = step
         self._fence = Fence(self._hooks.heartbeat)
-        self._retire()
         self._schedule.start(step)
         self._busy = True
         self._thread.start()
@@ -377,7 +376,7 @@ class LocalSaves:
         replicated: Sequence[torch.Tensor],
         timeout_s: float,
         location: RankLocation | None = None,
-    ) -> str | None:
+    ) -> RankState | None:
         """Saves at once, outside the rounds.
 
         Args:
@@ -390,8 +389,8 @@ class LocalSaves:
             location: Of the rank of this node whose state it is; default: of this rank.
 
         Returns:
-            Digest of the replicated tensors: the shards of all ranks belong together only if theirs are equal. ``None``
-            if this rank did not publish its shards in time.
+            What was published: the shards of all ranks belong together only if its digest of the replicated tensors is
+            the same on all. ``None`` if this rank did not publish its shards in time.
         """
         deadline = time.monotonic() + timeout_s
         self.fence()
@@ -401,12 +400,12 @@ class LocalSaves:
         snapshot.release()  # this is the training thread, so nothing changes before the fence
         snapshot.fence()
         taken = RankState(snapshot, step, generation, location or self._location, replicated, self._identity)
-        published: list[str] = []
+        published: list[RankState] = []
 
         def save() -> None:
             try:
                 if self._save(taken):
-                    published.append(taken.replicated_digest())
+                    published.append(taken)
             except Exception as error:
                 self.fail(step, error)
 
@@ -454,6 +453,7 @@ class LocalSaves:
     def _run(self) -> None:
         number = 0
         try:
+            self._retire()
             self._prepare()
             with self._changed:
                 self._busy = False

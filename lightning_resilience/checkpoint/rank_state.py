@@ -11,6 +11,7 @@ import torch
 import xxhash
 
 from lightning_resilience.checkpoint import shard
+from lightning_resilience.checkpoint.at_hand import AtHand
 from lightning_resilience.checkpoint.generations import RankLocation, rank_shard, replicated_shard
 from lightning_resilience.checkpoint.node_store import NodeStore, ShardWriter
 from lightning_resilience.checkpoint.safe_serialization import tensor_names
@@ -105,6 +106,16 @@ class RankState:
         tensors = [self.snapshot.tensors[index] for index in self._replicated]
         about = [(n, tuple(tensor.shape), str(tensor.dtype)) for n, tensor in zip(self._numbers, tensors, strict=True)]
         return f"{xxhash.xxh3_64_hexdigest(repr(about).encode())}-{self.snapshot.digest()}" if about else ""
+
+    def at_hand(self) -> AtHand:
+        """The replicated tensors where they are, after :meth:`publish`."""
+        places = {index: place for place, index in enumerate(self._replicated)}
+        return AtHand(
+            self.generation,
+            self.replicated_digest(),
+            [self.snapshot.tensors[index] for index in self._replicated],
+            [[places[index] for index in share] for share in self._shares()],
+        )
 
     def _indices_by_shard(self) -> dict[str, list[int]]:
         """The shards that this rank writes, by name, and the indices of the tensors in each."""

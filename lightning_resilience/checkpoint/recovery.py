@@ -17,6 +17,7 @@ import torch
 
 from lightning_resilience._files import Patience
 from lightning_resilience.checkpoint import shard
+from lightning_resilience.checkpoint.at_hand import AtHand
 from lightning_resilience.checkpoint.checkpoint_file import CorruptCheckpoint
 from lightning_resilience.checkpoint.generations import (
     Generation,
@@ -92,6 +93,8 @@ class LocalTier:
         self._fetch = fetch
         self._patience = patience
         self._why_not = why_not
+        self.at_hand: AtHand | None = None
+        """What this process need not read, until it has resumed."""
         self.bad: list[tuple[str, str]] = []
         """Shards that this rank found to be bad, and why."""
         self.unreadable: list[str] = []
@@ -248,7 +251,12 @@ class LocalTier:
         ranks = {rank_shard(rank): rank for rank in self._needed(generation)}
         structures: dict[str, Any] = {}
         contents: dict[str, list[torch.Tensor]] = {}
+        known = self.at_hand and self.at_hand.contents_of(generation.name, generation.replicated_digest)
+        if known:
+            contents.update(zip(generation.replicated, known, strict=True))
         for name in (*ranks, *generation.replicated):
+            if name in contents:
+                continue
             path = self._path(generation, name)
             try:
                 header, contents[name] = self._retry(partial(shard.load, path, self._expected(generation, name)))

@@ -18,7 +18,7 @@ import torch
 from lightning_resilience._lightning import lightning_strategies
 from lightning_resilience._processes import process_age
 from lightning_resilience._torch import local
-from lightning_resilience.checkpoint import capacity, local_folders, shard
+from lightning_resilience.checkpoint import at_hand, capacity, local_folders, shard
 from lightning_resilience.checkpoint.devices import accelerator
 from lightning_resilience.checkpoint.generations import WHOLE, Transfer, rank_locations, rank_shard, replicated_shard
 from lightning_resilience.checkpoint.local import Fallback, LocalSaves, Peers, SaveHooks
@@ -125,6 +125,7 @@ class LocalSavePolicy(Participant):
             lambda places: absent_ranks.why_not(trainer, places),
             lambda: session.fit.patience,
         )
+        tier.at_hand = at_hand.take()
         session.selector.use_local_tier(tier, options.probation_steps)
         self._common: list[torch.nn.Parameter] = []
         self._expected: dict[str, int] = {}
@@ -176,6 +177,8 @@ class LocalSavePolicy(Participant):
     def start(self) -> None:
         """Begins to save; the resume is complete."""
         session, trainer = self.session, self.session.fit.trainer
+        if session.selector.local is not None:
+            session.selector.local.at_hand = None
         self._common = lightning_strategies.replicated_parameters(trainer)
         if (problem := self._why_it_does_not_fit()) is not None:
             if not self._options.optional:
@@ -294,7 +297,7 @@ class LocalSavePolicy(Participant):
         except Exception as error:
             self._saves.fail(trainer.global_step, error)
             saved = None
-        all_saved = self.session.fit.gather(saved)
+        all_saved = self.session.fit.gather(None if saved is None else saved.replicated_digest())
         divergence = divergence_of(trainer.global_step, [each or "" for each in all_saved])
         if divergence is not None and trainer.is_global_zero:
             self.session.fit.diverged(divergence)
@@ -320,8 +323,10 @@ class LocalSavePolicy(Participant):
         started, step = time.monotonic(), -1
         for rank in ranks:
             step, left_s = self.session.fit.trainer.global_step, started + within_s - time.monotonic()
-            if self._saves.save_now(generation, step, *self._state(), left_s, self.locations[rank]) is None:
+            saved = self._saves.save_now(generation, step, *self._state(), left_s, self.locations[rank])
+            if saved is None:
                 return False
+            at_hand.keep(saved.at_hand())
         if not records:
             return True
         if not self._is_complete(step, generation, started + within_s):
@@ -414,10 +419,11 @@ class LocalSavePolicy(Participant):
             mine += 2 * sum(local(each).nbytes for each in trainer.lightning_module.parameters() if each.requires_grad)
         sizes = self.session.fit.gather(mine)
         here = [location.rank for location in self.locations if location.node == self.location.node]
-        self._expected = {rank_shard(self.session.fit.rank): mine}
+        room = mine + mine // 64 + (64 << 10)  # for what is between the tensors, or memory would be mapped anew
+        self._expected = {rank_shard(self.session.fit.rank): room}
         if self._common:
             count, number = self.location.shares, self.location.local_rank
-            self._expected = {replicated_shard(number, count): mine // count} if number < count else {}
+            self._expected = {replicated_shard(number, count): room // count} if number < count else {}
         problem = None
         if self.location.local_rank == 0:
             try:

@@ -115,8 +115,8 @@ class Membership:
         return {self.members.index(slot) for slot in slots if slot in self.members}
 
     def gone(self, replacement: Replacement) -> set[int]:
-        """The ranks of the generation of this process that do not go on to this one: lost, or without their group."""
-        apart = [] if not replacement.lost else [slot for slot in self.members if slot not in replacement.members]
+        """The ranks of the generation of this process that do not go on to this one: lost, left, or without a group."""
+        apart = [slot for slot in self.members if slot not in replacement.members]
         return self.ranks([*replacement.lost, *apart])
 
     @property
