@@ -50,7 +50,7 @@ from torchmetrics import MeanMetric
 
 from lightning_resilience import _files, _processes
 from lightning_resilience.agreement_protocol import Needs
-from lightning_resilience.checkpoint import checkpoint_file, resume
+from lightning_resilience.checkpoint import checkpoint_file, resume, shard
 from lightning_resilience.checkpoint.node_store import ShardWriter
 from lightning_resilience.detect import health
 from lightning_resilience.detect.device_id import DeviceId
@@ -977,6 +977,13 @@ def sabotage(config: dict[str, Any]) -> None:
             enter(self, section)
 
         progress.Progress.enter = traced
+        load_shard = shard.load
+
+        def traced_load(path: Path, *args: Any) -> Any:
+            trace(config, rank, "shard", os.getpid(), Path(path).stem)
+            return load_shard(path, *args)
+
+        shard.load = traced_load
 
 
 def local_sgd(exchange_every: int, outer: bool = False) -> L.Callback:

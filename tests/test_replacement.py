@@ -18,6 +18,7 @@ import textwrap
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
@@ -720,6 +721,7 @@ def launched(
 ) -> tuple[Any, str]:
     options = {**OPTIONS, "trainer": {"devices": ranks}, **options}
     config = make(tmp_path, "disturbed", events=[{"do": "SIGKILL", "once": True, **each} for each in events], **options)
+    config["trace"] = str(tmp_path / "trace")
     launch = [sys.executable, "-m", "lightning_resilience.launch.cli", "launch", "--elastic", *more]
     launch += ["--nproc-per-node", str(ranks), "--run-dir", config["run_dir"], *command(config)[1:]]
     output = tmp_path / "output"
@@ -1055,6 +1057,11 @@ def test_the_last_boundary_is_saved_after_a_loss(
             found.append(None if last is None else last["step"])
             last = None
     assert found == saved, output
+    if ranks == 2 and None not in saved:
+        read = [json.loads(line) for path in tmp_path.glob("trace.*") for line in path.read_text().splitlines()]
+        by_process = Counter(each[1] for each in read if each[0] == "shard" and each[2].startswith("common"))
+        # Each rank that takes the place of a lost one reads the two shares; the other one has what is in them.
+        assert [*by_process.values()] == [2] * len(saved), read
     assert len(saved) <= len(replaced(config)) <= len(events), output  # who is killed together may be lost together
 
 

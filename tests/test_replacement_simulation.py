@@ -570,7 +570,7 @@ class Policy(LocalSavePolicy):
                 )
         except StaleAttempt:
             return None
-        return SimpleNamespace(replicated_digest=lambda: digest, at_hand=lambda: None)
+        return SimpleNamespace(replicated_digest=lambda: digest, at_hand=lambda _: None)
 
     def _record(self, step: int, generation: str, reason: str, seconds: float | None = None) -> None:
         simulation = self.process.simulation

@@ -9,7 +9,7 @@ Nothing is taken on trust: what is at hand is used only if it has the digest tha
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,12 +26,15 @@ class AtHand:
         replicated_digest: What its shards have as the digest of these tensors.
         tensors: The tensors, in the order in which they were digested.
         shares: For each replicated shard which of them are in it, in their order.
+        copied: Which of them are given as copies, since what is restored is written into them: a callback may load the
+            module twice, first with the averages of its weights.
     """
 
     generation: str
     replicated_digest: str
     tensors: Sequence[torch.Tensor]
     shares: Sequence[Sequence[int]]
+    copied: Collection[int]
 
     def contents_of(self, generation: str, replicated_digest: str) -> list[list[torch.Tensor]] | None:
         """What the replicated shards of a generation hold; ``None`` if it is not at hand, or is not as it was.
@@ -44,7 +47,8 @@ class AtHand:
             return None
         if not replicated_digest.endswith(f"-{digest_of(self.tensors)}"):
             return None
-        return [[self.tensors[index] for index in share] for share in self.shares]
+        given = [each.clone() if index in self.copied else each for index, each in enumerate(self.tensors)]
+        return [[given[index] for index in share] for share in self.shares]
 
 
 _kept: list[AtHand] = []

@@ -107,14 +107,20 @@ class RankState:
         about = [(n, tuple(tensor.shape), str(tensor.dtype)) for n, tensor in zip(self._numbers, tensors, strict=True)]
         return f"{xxhash.xxh3_64_hexdigest(repr(about).encode())}-{self.snapshot.digest()}" if about else ""
 
-    def at_hand(self) -> AtHand:
-        """The replicated tensors where they are, after :meth:`publish`."""
+    def at_hand(self, parameters: Iterable[torch.Tensor]) -> AtHand:
+        """The replicated tensors where they are, after :meth:`publish`.
+
+        Args:
+            parameters: Those of them that the module has.
+        """
         places = {index: place for place, index in enumerate(self._replicated)}
+        of_module = {*map(address, parameters)}
         return AtHand(
             self.generation,
             self.replicated_digest(),
             [self.snapshot.tensors[index] for index in self._replicated],
             [[places[index] for index in share] for share in self._shares()],
+            {place for index, place in places.items() if self.snapshot.addresses[index] in of_module},
         )
 
     def _indices_by_shard(self) -> dict[str, list[int]]:

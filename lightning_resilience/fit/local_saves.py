@@ -326,7 +326,7 @@ class LocalSavePolicy(Participant):
             saved = self._saves.save_now(generation, step, *self._state(), left_s, self.locations[rank])
             if saved is None:
                 return False
-            at_hand.keep(saved.at_hand())
+            at_hand.keep(saved.at_hand(self._common))
         if not records:
             return True
         if not self._is_complete(step, generation, started + within_s):
