@@ -358,6 +358,7 @@ def test_memory_of_saves_is_registered_while_it_is_there(gpu: Any, patch: pytest
     )
     saves.start(0)
     try:
+        assert saves.wait_for_save(30), "it has made the store ready"
         for step in range(1, 8):
             planned = saves.at_boundary(step, lambda: True)
             assert planned is not None

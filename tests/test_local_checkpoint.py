@@ -1288,6 +1288,7 @@ class Rank:
             ),
         )
         self.saves.start(0)
+        self.await_save()  # that there may be, since the store is made ready
 
     def step(self) -> None:
         """From one boundary to the next."""
@@ -1932,8 +1933,6 @@ def test_at_the_start_what_cannot_be_resumed_from_goes(tmp_path: Path) -> None:
     part = at(tmp_path, "b", 12, "rank-00002")
     part.unlink()
     again = Job(tmp_path, rank_locations([("a", 0), ("b", 1)]))
-    for rank in again.ranks:
-        rank.await_save()  # that there may be
     assert published(again) == [[]] * 2, "what four ranks have saved two cannot use"
     again.stop()
 
