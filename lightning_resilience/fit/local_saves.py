@@ -114,7 +114,7 @@ class LocalSavePolicy(Participant):
             local_folders.note_origin(folder, session.fit.run.path)
         self.owner = {"run": session.fit.run_id, "fit": session.fit.index}
         self._fetches = 0
-        tier = LocalTier(
+        self._tier = LocalTier(
             self.store,
             self.locations,
             session.fit.rank,
@@ -125,8 +125,8 @@ class LocalSavePolicy(Participant):
             lambda places: absent_ranks.why_not(trainer, places),
             lambda: session.fit.patience,
         )
-        tier.at_hand = at_hand.take()
-        session.selector.use_local_tier(tier, options.probation_steps)
+        self._tier.at_hand = at_hand.take()
+        session.selector.use_local_tier(self._tier, options.probation_steps)
         self._common: list[torch.nn.Parameter] = []
         self._expected: dict[str, int] = {}
         self._kept_here: set[int] = {
@@ -177,8 +177,7 @@ class LocalSavePolicy(Participant):
     def start(self) -> None:
         """Begins to save; the resume is complete."""
         session, trainer = self.session, self.session.fit.trainer
-        if session.selector.local is not None:
-            session.selector.local.at_hand = None
+        self._tier.at_hand = None
         self._common = lightning_strategies.replicated_parameters(trainer)
         if (problem := self._why_it_does_not_fit()) is not None:
             if not self._options.optional:
