@@ -946,6 +946,21 @@ GUARDS = [
         "tests/test_last_boundary.py::test_the_first_survivor_at_the_oldest_boundary_saves_for_the_others",
     ),
     Guard(
+        "saved after a loss: who lives and does not go on has come to its boundary",
+        "fit/last_boundary.py",
+        "for rank in here - _dead(lost)}",
+        "for rank in here - _lost_by_now(lost)}",
+        "tests/test_last_boundary.py::test_the_first_survivor_at_the_oldest_boundary_saves_for_the_others",
+    ),
+    Guard(
+        "saved after a loss: a rank that comes to the boundary later notes it",
+        "fit/session.py",
+        "                self.last_boundary.before_batch()\n",
+        "                pass\n",
+        "tests/test_replacement.py::test_the_last_boundary_is_saved_after_a_loss"
+        "[survivors that come to the boundary after the loss, one of two and both]",
+    ),
+    Guard(
         "saved after a loss: nothing if another rank knows why not",
         "fit/last_boundary.py",
         "        raise _Unknown(refusals[0])\n",

@@ -543,6 +543,7 @@ class Module(L.LightningModule):
         do(self.config, at, self.trainer.fit_loop.epoch_loop.total_batch_idx, self.trainer.global_rank)
 
     def on_train_epoch_start(self) -> None:
+        do(self.config, "epoch_start", self.trainer.current_epoch, self.trainer.global_rank)
         if self.config["draws_at_start"]:
             torch.rand(2)
 

@@ -544,10 +544,17 @@ def test_the_first_survivor_at_the_oldest_boundary_saves_for_the_others(
         boundary.save((1,))
         assert calls == []
         monkeypatch.setattr(last_boundary, "_lost_by_now", lambda lost: {*lost, 3})
+        # It lives and does not go on: what it leaves behind may be that of an earlier boundary, until it says so.
+        assert saved(0, r2=same) == []
+        assert saved(0, r2=same, r3=ahead) == [(0, [0, 1, 3], True)]
+        assert saved(1) == []
+        assert boundary._standing_of(1) == same
+        monkeypatch.setattr(last_boundary, "_dead", lambda lost: {*lost, 3})
         assert saved(0, r2=same) == [(0, [0, 1, 3], True)]
         # Of several nodes each has its own words; the first that is left of all reports it.
         boundary._session.selector.local.locations = rank_locations([("here", 0)] * 2 + [("there", 1)] * 2)
         monkeypatch.setattr(last_boundary, "_lost_by_now", lambda lost: {*lost})
+        monkeypatch.setattr(last_boundary, "_dead", lambda lost: {*lost})
         assert saved(0) == [(0, [0, 1], True)]
         assert saved(3, r2=ahead) == [(3, [3, 2], False)]
         assert saved(2, (3,)) == [(2, [2, 3], False)]

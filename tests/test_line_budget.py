@@ -24,7 +24,7 @@ BUDGET = {
     "detect/numerics": 800,
     "detect/stragglers": 370,
     "elastic": 519,
-    "fit": 7005,
+    "fit": 7021,
     "launch": 9076,
     "launch/schedulers": 508,
     "run": 3141,

@@ -425,13 +425,15 @@ class LastBoundary(Participant):
             lost: These ranks, and those that do not go on without them; none if ranks come back.
         """
         fit = self._session.fit
-        if fit.rank in lost:
-            return
         everyone = {*range(fit.trainer.world_size)}
-        is_first = fit.rank == min(everyone - {*lost})
+        is_first = fit.rank == min(everyone - {*lost}, default=None)
         fit.rank_0_may_go_ahead = True
         try:
-            standings = self._standings(lost)
+            until = time.monotonic() + SURVIVORS_FOUND_WITHIN_S
+            mine = self._leave_word()
+            if fit.rank in lost:
+                return
+            standings = self._standings(mine, lost, until)
             savers, lost_by_now = _savers(standings), _lost_by_now(lost)
             # Of several nodes, on that of the first survivor.
             is_first = fit.rank == savers[0] and min(everyone - lost_by_now) in standings
@@ -463,30 +465,37 @@ class LastBoundary(Participant):
             then = ": only the next one is done again" if when == "after the loss" else ""
             log.info("Saved step %d %s%s.", fit.trainer.global_step, when, then if is_all else " on this node")
 
-    def _standings(self, lost: Collection[int]) -> dict[int, _Standing]:
+    def _leave_word(self) -> _Standing:
+        """Tells the others of this node where this rank is; returns that."""
+        fit = self._session.fit
+        mine = self._standing(SURVIVORS_FOUND_WITHIN_S)
+        if self._session.selector.local is not None:
+            with suppress(FileNotFoundError):  # no rank has come to a boundary
+                write_json(self._standing_path(fit.rank), {"token": fit.nonce, **mine._asdict()})
+        return mine
+
+    def _standings(self, mine: _Standing, lost: Collection[int], until: float) -> dict[int, _Standing]:
         """Where each survivor of this node is, when all have left word.
+
+        So do those that live and do not go on, since they have lost one of their group: else what others save in their
+        name would be that of an earlier boundary, or they would remove it.
 
         Raises:
             _Unknown: If this rank refuses, or another one leaves no word in time.
         """
         fit, local = self._session.fit, self._session.selector.local
-        until = time.monotonic() + SURVIVORS_FOUND_WITHIN_S
-        mine = self._standing(SURVIVORS_FOUND_WITHIN_S)
-        if local is not None:
-            with suppress(FileNotFoundError):  # no rank has come to a boundary
-                write_json(self._standing_path(fit.rank), {"token": fit.nonce, **mine._asdict()})
         if mine.refusal or local is None:
             raise _Unknown(mine.refusal)
         here = {each.rank for each in local.locations if each.node == local.locations[fit.rank].node}
         while True:
-            survivors = here - _lost_by_now(lost)
-            found = {rank: mine if rank == fit.rank else self._standing_of(rank) for rank in survivors}
+            found = {rank: mine if rank == fit.rank else self._standing_of(rank) for rank in here - _dead(lost)}
             if missing := [rank for rank, each in found.items() if each is None]:
                 if time.monotonic() > until:
                     raise _Unknown(f"rank {missing[0]} has not left its step")
                 time.sleep(0.002)
                 continue
-            return {rank: each for rank, each in found.items() if each is not None}
+            gone = _lost_by_now(lost)
+            return {rank: each for rank, each in found.items() if each is not None and rank not in gone}
 
     def _standing(self, within_s: float) -> _Standing:
         """Where this rank is."""
@@ -635,6 +644,13 @@ def _lost_by_now(lost: Collection[int]) -> set[int]:
     line = membership.current()
     replacement = None if line is None else line.replacement()
     return {*lost, *(() if line is None or replacement is None else line.gone(replacement))}
+
+
+def _dead(lost: Collection[int]) -> set[int]:
+    """Those of these ranks, and of those that were lost since then, that do not live."""
+    line = membership.current()
+    replacement = None if line is None else line.replacement()
+    return {*lost} if line is None or replacement is None else line.ranks(replacement.lost)
 
 
 def _savers(standings: Mapping[int, _Standing]) -> list[int]:

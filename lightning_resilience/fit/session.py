@@ -22,7 +22,7 @@ from lightning_resilience._lightning import (
     lightning_progress,
     lightning_steps,
 )
-from lightning_resilience.agreement_protocol import Event, Needs
+from lightning_resilience.agreement_protocol import Event, Needs, PeerLost
 from lightning_resilience.checkpoint import data_position
 from lightning_resilience.detect.hangs import rank_probe
 from lightning_resilience.fit import checkpoint_io
@@ -278,7 +278,15 @@ class FitSession:
             fit.module.automatic_optimization or self._behind_step.at(step)
         )
         self._clean = clean = clean and (not self._train_apart or fit.participants.ranks_agree())
-        for event in fit.agreement.boundary(position, _CLEAN_TRAINING if clean else Needs.TRAINING):
+        try:
+            agreed = fit.agreement.boundary(position, _CLEAN_TRAINING if clean else Needs.TRAINING)
+        except PeerLost:
+            if self.last_boundary is not None:  # as far as those have come that were faster than this rank
+                self.exact.before_fetch()
+                self.last_boundary.after_batch(is_whole)
+                self.last_boundary.before_batch()
+            raise
+        for event in agreed:
             self._act(event)
         if self._rollback_request is not None:
             self._roll_back()
