@@ -792,6 +792,7 @@ def test_to_take_ranks_in_is_no_interruption() -> None:
 def gone_on(tmp: Path, config: dict[str, Any], ranks: int, *arguments: str) -> str:
     """Runs ``launch --elastic --when-lost go-on``; returns what it has printed."""
     launch = [sys.executable, "-m", "lightning_resilience.launch.cli", "launch", "--elastic", "--when-lost=go-on"]
+    launch += ["--section-timeouts=step:none"]  # a rank waits in a step until others are back
     launch += [*arguments, f"--nproc-per-node={ranks}", "--run-dir", config["run_dir"], *command(config)[1:]]
     process = launchers.start(launch, tmp / "output")
     try:

@@ -43,7 +43,7 @@ def start(arguments: list[str], output: Path) -> subprocess.Popen[str]:
 
 def finish(process: subprocess.Popen[str], output: Path) -> int:
     try:
-        return process.wait(120)
+        return process.wait(300)
     except subprocess.TimeoutExpired:
         for one in [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]:
             one.kill()

@@ -25,7 +25,7 @@ BUDGET = {
     "detect/stragglers": 370,
     "elastic": 519,
     "fit": 7021,
-    "launch": 9076,
+    "launch": 9077,
     "launch/schedulers": 508,
     "run": 3141,
 }

@@ -284,6 +284,7 @@ def on_nodes(tmp: Path, count: int, groups: int, events: list[dict[str, Any]], *
 
 
 def run_on(nodes: Nodes, config: dict[str, Any], output: Path, *more: str, ranks: int) -> None:
+    more = ("--section-timeouts=step:none", *more)  # a rank waits in a step until others are back
     launches = [nodes.launch(node, config, output, *more, ranks=ranks) for node in range(nodes.count)]
     try:
         codes = [finish(launch, output) for launch in launches]

@@ -50,6 +50,9 @@ def test_none_is_no_limit() -> None:
     assert limits["setup"] == limits["step"] == limits["validation"] == math.inf
     assert limits["checkpointing"] == 420.0
     assert SectionTimeouts(step=None, validation=5).by_section()["validation"] == 5
+    # Nor is one calculated.
+    limits = SectionTimeouts(step=None, calculated={"step": 30.0, "setup": 95.0}).by_section()
+    assert (limits["step"], limits["validation"], limits["setup"]) == (math.inf, math.inf, 95.0)
 
 
 @pytest.mark.parametrize(

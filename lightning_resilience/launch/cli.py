@@ -280,8 +280,9 @@ def _parser() -> argparse.ArgumentParser:
         "--section-timeouts",
         default="",
         metavar="NAME:SECONDS,...",
-        help="timeouts after which a worker without progress in a section counts as hung; none: no timeout "
-        f"(default: {nemo.section_timeouts}, and start:{nemo.section_timeouts.start:g} outside of a fit)",
+        help="timeouts after which a worker without progress in a section counts as hung; none: no timeout, nor "
+        f"a calculated one (default: {nemo.section_timeouts}, and start:{nemo.section_timeouts.start:g} "
+        "outside of a fit)",
     )
     launch.add_argument(
         "--out-of-section-timeout",

@@ -67,7 +67,7 @@ class SectionTimeouts:
             calculated, because the first validation may take longer than a training batch.
         start: In which neither the process of a launched rank nor any that it has started does anything, from its first
             line to ``setup`` of the first fit, and after a fit; ``None``: no limit.
-        calculated: Timeouts that hold instead of the configured ones, see :func:`calculate`.
+        calculated: Timeouts that hold instead of the configured ones where these are a limit, see :func:`calculate`.
 
     Raises:
         ValueError: If a timeout is no positive number, or a calculated one is none of a section.
@@ -157,8 +157,9 @@ class SectionTimeouts:
         configured = {name: getattr(self, name) for name in _SECTIONS}
         if self.validation is None:
             configured["validation"] = self.step
+        # Who wants no limit gets none by calculation either.
         return {
-            name: self.calculated.get(name, math.inf if value is None else value) for name, value in configured.items()
+            name: math.inf if value is None else self.calculated.get(name, value) for name, value in configured.items()
         }
 
 
