@@ -28,9 +28,11 @@ from lightning_resilience.agreement_protocol import PeerLost
 from lightning_resilience.checkpoint.digest import digest_of
 from lightning_resilience.checkpoint.generations import rank_locations
 from lightning_resilience.checkpoint.safe_serialization import pack
+from lightning_resilience.detect.numerics.divergence import Divergence
 from lightning_resilience.fit import context, joining, last_boundary, logger_files
 from lightning_resilience.fit.exact_state import LOGS, ExactState
 from lightning_resilience.fit.last_boundary import LastBoundary, _savers, _Standing, _Unknown
+from lightning_resilience.fit.local_saves import LocalSavePolicy
 from lightning_resilience.fit.logger_files import Logs
 from lightning_resilience.fit.participant import Participant, Participants
 from lightning_resilience.fit.reentry import Replaceability
@@ -469,7 +471,6 @@ STANDINGS: dict[str, tuple[dict[int, _Standing], list[int] | str]] = {
     "one a step ahead": ({0: _Standing(8), 1: _Standing(7), 3: _Standing(7)}, [1, 3]),
     "one in the optimizer's step": ({1: _Standing(None), 2: _Standing(7)}, [2]),
     "all in the optimizer's step": ({0: _Standing(None), 1: _Standing(None)}, "all ranks have gone on"),
-    "one refuses": ({0: _Standing(7), 1: _Standing(None, "something was logged")}, "something was logged"),
 }
 
 
@@ -544,9 +545,13 @@ def test_the_first_survivor_at_the_oldest_boundary_saves_for_the_others(
         boundary.save((1,))
         assert calls == []
         monkeypatch.setattr(last_boundary, "_lost_by_now", lambda lost: {*lost, 3})
-        # It lives and does not go on: what it leaves behind may be that of an earlier boundary, until it says so.
+        # It lives and does not go on, and may still come to this boundary.
+        part = boundary._path(3).rename(boundary._path(3).with_suffix(".later"))
         assert saved(0, r2=same) == []
+        part.rename(boundary._path(3))
+        assert saved(0, r2=same) == [(0, [0, 1, 3], True)]
         assert saved(0, r2=same, r3=ahead) == [(0, [0, 1, 3], True)]
+        assert saved(0, r2=same, r3=_Standing(None, "what it saves is stuck")) == []
         assert saved(1) == []
         assert boundary._standing_of(1) == same
         monkeypatch.setattr(last_boundary, "_dead", lambda lost: {*lost, 3})
@@ -673,11 +678,65 @@ def test_a_rank_that_validates_or_has_seen_bad_steps_does_not_save(train: Callab
             with pytest.raises(_Unknown, match=why):
                 known(boundary)
             vars(exact)[name] = before
+        divergence = Divergence(3, ((0,), (1,)))
+        boundary._session.fit.diverged(divergence)
+        with pytest.raises(_Unknown, match="the same state do not"):
+            known(boundary)
+        boundary._session.fit.replicas_differ = False
         participants.add(LooksBad())
         with pytest.raises(_Unknown, match="bad"):
             known(boundary)
 
     train(4, look)
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+@pytest.mark.parametrize("is_bad", [True, False])
+def test_where_all_leave_together_what_is_not_known_after_a_loss_is_saved(
+    train: Callable[..., None], monkeypatch: pytest.MonkeyPatch, is_known: bool, is_bad: bool
+) -> None:
+    said: list[str] = []
+
+    class Saves(Participant):
+        def save_locally(self, reason: str, within_s: float) -> bool:
+            said.append(reason)
+            return True
+
+        def looks_bad(self) -> bool:
+            return is_bad
+
+        def save_after_loss(self, generation: str, ranks: Any, records: bool, within_s: float) -> bool:
+            said.append("after a loss")
+            return bool([*ranks])
+
+    def look(boundary: LastBoundary, watched: Watched) -> None:
+        fit = boundary._session.fit
+        fit.participants = Participants()
+        fit.participants.add(Saves())
+        if not is_known:
+            boundary._turn_off("the module has a state of its own")
+        boundary.save_together()
+        boundary.save(())
+
+    train(4, look)
+    assert said == ([] if is_bad else ["after a loss"] if is_known else ["ranks come back"])
+
+
+def test_a_boundary_is_noted_also_where_the_local_saves_hear_of_a_loss_first(
+    train: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[int] = []
+
+    def hear(policy: LocalSavePolicy, step: int, may_save: Callable[[], bool]) -> None:
+        if step == 4:
+            found.append(policy.session.fit.steps_counted)
+            raise Found
+
+    monkeypatch.setattr(LocalSavePolicy, "at_boundary", hear)
+    kept: list[LastBoundary] = []
+    monkeypatch.setattr(LastBoundary, "leave", lambda boundary: kept.append(boundary))
+    train(100, lambda boundary, watched: None)
+    assert [each._note.position for each in kept] == found
 
 
 def test_the_begin_of_an_epoch_is_taken_from_the_same_start_and_epoch_of_a_lost_rank(

@@ -24,8 +24,8 @@ BUDGET = {
     "detect/numerics": 800,
     "detect/stragglers": 370,
     "elastic": 519,
-    "fit": 7021,
-    "launch": 9077,
+    "fit": 7052,
+    "launch": 9078,
     "launch/schedulers": 508,
     "run": 3141,
 }

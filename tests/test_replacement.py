@@ -103,7 +103,7 @@ def test_ranks_that_leave_together_are_cut_where_they_do_not_or_another_one_is_l
     line.cut = lambda: seen.append("cut")
 
     def hear(generation: int, lost: dict[int, str]) -> None:
-        end.send("replace", generation=generation, port=generation, lost=lost, members=[0])
+        end.send("replace", generation=generation, port=generation, lost=lost, members=[0], together=not lost)
         wait_until(
             lambda: (found := line.replacement()) and found.generation == generation, lambda: "nothing was heard"
         )

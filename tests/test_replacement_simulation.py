@@ -1076,7 +1076,8 @@ class Simulation:
         trainer.num_nodes = 1
         run = SimpleNamespace(check_owner=self.check_owner, is_claimed_by_sibling=lambda: True)
         fit: Any = SimpleNamespace(trainer=trainer, rank=rank, nonce=nonce, token=token, run=run, saves_paused=False)
-        fit.module, fit.rank_0_may_go_ahead = None, False
+        fit.module, fit.rank_0_may_go_ahead, fit.replicas_differ = None, False, False
+        fit.gather = lambda value: [*self.collective(process, "leaving", value).values()]
         fit.saving, fit.check_owner = nullcontext, lambda: FitContext.check_owner(fit)
         fit.agreement = SimpleNamespace(request=lambda kind, needs: self.request(process, kind))
         session: Any = SimpleNamespace(fit=fit, exact=exact, process=process)
@@ -1183,6 +1184,8 @@ class Simulation:
                 session.replaceability.on_event(process.store.event[1])
             boundary.after_batch(True)
             boundary.before_batch()
+            if session.replaceability.leaves:
+                boundary.save_together()
             session.replaceability.check_members()
             self.sleep(0.05)
             mine = [(place, step, process.drawn[place]) for place in self.places(process)]

@@ -66,6 +66,8 @@ class FitContext:
         self.time.begin_fit(is_interactive=hasattr(sys, "ps1"))
         self.replicas_agreed = False
         """Whether replicas were compared and were equal; known on rank 0."""
+        self.replicas_differ = False
+        """Whether that was found since the last rollback; known on rank 0, and where one has been agreed on."""
         self.final_path: Path | None = None
         """The checkpoint of the final state, if there is one."""
         self.failing = False
@@ -252,6 +254,7 @@ class FitContext:
 
     def diverged(self, divergence: Divergence) -> None:
         """Handles replicas that differ; called on rank 0, in any thread. Saves of that state do not count."""
+        self.replicas_differ = True
         self.record_divergence(divergence)
         if handlers := self.participants.implement(Participant.on_divergence):
             for on_divergence in handlers:

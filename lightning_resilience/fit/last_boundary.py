@@ -61,6 +61,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+RANKS_COME_BACK = "ranks come back"
+"""Why all ranks leave the fit at one boundary."""
+
 _MOST_COPIED = 100
 _MOST_COPIED_BYTES = 1 << 18
 """How many tensors are copied at each boundary, at most: more takes longer than a step may be held up."""
@@ -230,6 +233,7 @@ class LastBoundary(Participant):
     def __init__(self, session: FitSession) -> None:
         self._session = session
         self._off: str | None = None
+        self._is_saved = False
         self._is_clean = False
         self._note: _Note | None = None
         self._group = 1
@@ -416,6 +420,20 @@ class LastBoundary(Participant):
             raise _Unknown(f"{size >> 20} MiB of parameters and buffers are not exchanged by the ranks")
         return digest_of(own)
 
+    # -- when others come back -----------------------------------------------------------------------------------------
+
+    def save_together(self) -> None:
+        """All ranks leave the fit at this boundary: what could not be saved after a loss can be saved here."""
+        fit = self._session.fit
+        is_bad = fit.saves_paused or any(each() for each in fit.participants.implement(Participant.looks_bad))
+        found = fit.gather((self._off is not None, is_bad))
+        if any(is_off for is_off, _ in found) and not any(is_bad for _, is_bad in found):
+            policies = fit.participants.implement(Participant.save_locally)
+            saved = [save_locally(RANKS_COME_BACK, LAST_BOUNDARY_SAVED_WITHIN_S) for save_locally in policies]
+            self._is_saved = bool(saved) and all(saved)
+            if self._is_saved and fit.rank == 0:
+                log.info("Saved step %d for the ranks that come back.", fit.trainer.global_step)
+
     # -- after a loss --------------------------------------------------------------------------------------------------
 
     def save(self, lost: Collection[int]) -> None:
@@ -431,7 +449,7 @@ class LastBoundary(Participant):
         try:
             until = time.monotonic() + SURVIVORS_FOUND_WITHIN_S
             mine = self._leave_word()
-            if fit.rank in lost:
+            if fit.rank in lost or self._is_saved:
                 return
             standings = self._standings(mine, lost, until)
             savers, lost_by_now = _savers(standings), _lost_by_now(lost)
@@ -477,25 +495,36 @@ class LastBoundary(Participant):
     def _standings(self, mine: _Standing, lost: Collection[int], until: float) -> dict[int, _Standing]:
         """Where each survivor of this node is, when all have left word.
 
-        So do those that live and do not go on, since they have lost one of their group: else what others save in their
-        name would be that of an earlier boundary, or they would remove it.
+        Others save for those that live and do not go on, since they have lost one of their group, too. These may still
+        be on their way to the boundary: it is waited for that they have noted it, or for their word.
 
         Raises:
-            _Unknown: If this rank refuses, or another one leaves no word in time.
+            _Unknown: If a rank refuses, or leaves no word in time.
         """
         fit, local = self._session.fit, self._session.selector.local
         if mine.refusal or local is None:
             raise _Unknown(mine.refusal)
         here = {each.rank for each in local.locations if each.node == local.locations[fit.rank].node}
         while True:
-            found = {rank: mine if rank == fit.rank else self._standing_of(rank) for rank in here - _dead(lost)}
-            if missing := [rank for rank, each in found.items() if each is None]:
-                if time.monotonic() > until:
-                    raise _Unknown(f"rank {missing[0]} has not left its step")
-                time.sleep(0.002)
-                continue
             gone = _lost_by_now(lost)
-            return {rank: each for rank, each in found.items() if each is not None and rank not in gone}
+            said = {rank: mine if rank == fit.rank else self._standing_of(rank) for rank in here - _dead(lost)}
+            found = {rank: each for rank, each in said.items() if each is not None}
+            if refusals := [each.refusal for _, each in sorted(found.items()) if each.refusal]:
+                raise _Unknown(refusals[0])
+            missing = said.keys() - found.keys()
+            standings = {rank: each for rank, each in found.items() if rank not in gone}
+            if missing <= gone and all(self._has_come(rank, _oldest(standings)) for rank in missing):
+                return standings
+            if time.monotonic() > until:
+                raise _Unknown(f"rank {min(missing)} has not left its step")
+            time.sleep(0.002)
+
+    def _has_come(self, rank: int, position: int) -> bool:
+        try:
+            self._part_of(rank, position)
+        except _Unknown:
+            return False
+        return True
 
     def _standing(self, within_s: float) -> _Standing:
         """Where this rank is."""
@@ -540,6 +569,8 @@ class LastBoundary(Participant):
             raise _Unknown("layers were switched between training and evaluation within the epoch")
         if self._constants != self._digest():
             raise _Unknown("buffers, or parameters that ranks do not exchange, have changed")
+        if fit.replicas_differ:  # that of the survivors may be the wrong one
+            raise _Unknown("ranks that should hold the same state do not")
         bad = (looks_bad() for looks_bad in fit.participants.implement(Participant.looks_bad))
         if fit.saves_paused or any(bad):
             raise _Unknown("the last steps were bad")
@@ -653,6 +684,18 @@ def _dead(lost: Collection[int]) -> set[int]:
     return {*lost} if line is None or replacement is None else line.ranks(replacement.lost)
 
 
+def _oldest(standings: Mapping[int, _Standing]) -> int:
+    """The oldest boundary at which one of these ranks is.
+
+    Raises:
+        _Unknown: If there is none.
+    """
+    positions = [each.position for each in standings.values() if each.position is not None]
+    if not positions:
+        raise _Unknown("all ranks have gone on from the last boundary")
+    return min(positions)
+
+
 def _savers(standings: Mapping[int, _Standing]) -> list[int]:
     """The ranks that save the state of the last boundary: those at the oldest one. The first also saves for the others.
 
@@ -662,13 +705,8 @@ def _savers(standings: Mapping[int, _Standing]) -> list[int]:
     Raises:
         _Unknown: If there are none.
     """
-    if refusals := [each.refusal for _, each in sorted(standings.items()) if each.refusal]:
-        raise _Unknown(refusals[0])
-    positions = {rank: each.position for rank, each in sorted(standings.items()) if each.position is not None}
-    if not positions:
-        raise _Unknown("all ranks have gone on from the last boundary")
-    oldest = min(positions.values())
-    return [rank for rank, position in positions.items() if position == oldest]
+    oldest = _oldest(standings)
+    return [rank for rank, each in sorted(standings.items()) if each.position == oldest]
 
 
 def _are_same_settings(before: dict[str, Any], now: dict[str, Any]) -> bool:

@@ -37,6 +37,7 @@ from lightning_resilience.elastic import stuck
 from lightning_resilience.elastic.group import DEFAULT
 from lightning_resilience.fit import absent_ranks, context
 from lightning_resilience.fit.context import FitContext
+from lightning_resilience.fit.last_boundary import RANKS_COME_BACK
 from lightning_resilience.fit.participant import Participant
 from lightning_resilience.launch import membership
 from lightning_resilience.launch.membership import Membership, Replacement
@@ -51,9 +52,6 @@ if TYPE_CHECKING:
     from lightning_resilience.fit.session import FitSession
 
 log = logging.getLogger(__name__)
-
-_LEAVE = "ranks come back"
-"""Has all ranks leave the fit at one boundary."""
 
 _runs: list[bool] = []
 """For every run of a Trainer that this process has begun, whether it has ended."""
@@ -207,12 +205,13 @@ class Replaceability(Participant):
 
     Attributes:
         why_not: Why it cannot, after :meth:`begin`; ``None``: it can.
+        leaves: Whether all leave the fit at this boundary, since others come back.
     """
 
     def __init__(self, fit: FitContext) -> None:
         self._fit = fit
         self._line = membership.current()
-        self._leaves = False
+        self.leaves = False
         self.why_not: str | None = "launch --elastic has not started it"
 
     @property
@@ -235,8 +234,7 @@ class Replaceability(Participant):
             if any(len(node) % group for node in self._line.nodes):
                 # Who goes on could lack a part of the state of which every copy is on the other nodes of a group.
                 fewer = fewer or "groups of ranks that share the state out spread over several nodes"
-            if group > 1:  # cut in the midst of a step, some parts of the state could be behind it and others not
-                self._line.leave_together = self._ask_to_leave
+            self._line.leave_together = self._ask_to_leave  # cut in the midst of a step, they would do it again
             tasks = lightning_loggers.why_others_cannot_log(trainer)
             self._line.say("ready", fewer=fewer or "", tasks=tasks or "", group=group)
             is_gpu = trainer.strategy.root_device.type != "cpu"
@@ -249,11 +247,11 @@ class Replaceability(Participant):
 
     def _ask_to_leave(self) -> None:
         if self._fit.rank == 0:
-            self._fit.agreement.request(_LEAVE, needs=Needs.CLEAN | Needs.TRAINING)
+            self._fit.agreement.request(RANKS_COME_BACK, needs=Needs.CLEAN | Needs.TRAINING)
 
     def on_event(self, event: AgreedEvent) -> None:
         """All leave at this boundary, when its state is noted."""
-        self._leaves |= event.kind == _LEAVE
+        self.leaves |= event.kind == RANKS_COME_BACK
 
     def check(self) -> None:
         """At a boundary: ends the fit if what the device has computed is arbitrary, since a rank is lost.
@@ -273,7 +271,7 @@ class Replaceability(Participant):
             PeerLost: To be taken for the loss.
         """
         line = self._line
-        if line is not None and (line.is_over or (self._leaves and line.replacement(LOSS_CONFIRMED_WITHIN_S))):
+        if line is not None and (line.is_over or (self.leaves and line.replacement(LOSS_CONFIRMED_WITHIN_S))):
             raise PeerLost("the ranks of this run are others from here on")
 
     def end(self) -> None:

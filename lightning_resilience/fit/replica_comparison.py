@@ -81,6 +81,10 @@ class ReplicaComparison(Participant):
         payload = {"step": divergence.step, "groups": divergence.groups, "asked_at": self.session.fit.steps_counted}
         self.session.fit.agreement.request(_DIVERGED, payload, Needs.CLEAN | Needs.TRAINING)
 
+    def on_event_known(self, event: Event) -> None:
+        """Until then the state of no rank is that of the others."""
+        self.session.fit.replicas_differ |= event.kind == _DIVERGED
+
     def on_event(self, event: Event) -> None:
         """Rolls back, unless that was done meanwhile."""
         if event.kind == _DIVERGED and int(event.payload["asked_at"]) > self._answered:
@@ -133,6 +137,7 @@ class ReplicaComparison(Participant):
 
     def after_rollback(self) -> None:
         """Logs it."""
+        self.session.fit.replicas_differ = False
         if self.session.fit.rank == 0:
             self._log_rollback()
         self._log_rollback = lambda: None

@@ -22,7 +22,7 @@ from lightning_resilience._lightning import (
     lightning_progress,
     lightning_steps,
 )
-from lightning_resilience.agreement_protocol import Event, Needs, PeerLost
+from lightning_resilience.agreement_protocol import Event, Needs
 from lightning_resilience.checkpoint import data_position
 from lightning_resilience.detect.hangs import rank_probe
 from lightning_resilience.fit import checkpoint_io
@@ -278,24 +278,26 @@ class FitSession:
             fit.module.automatic_optimization or self._behind_step.at(step)
         )
         self._clean = clean = clean and (not self._train_apart or fit.participants.ranks_agree())
+        agreed: tuple[Event, ...] = ()
         try:
             agreed = fit.agreement.boundary(position, _CLEAN_TRAINING if clean else Needs.TRAINING)
-        except PeerLost:
-            if self.last_boundary is not None:  # as far as those have come that were faster than this rank
+            for event in agreed:
+                self._act(event)
+            if self._rollback_request is not None:
+                self._roll_back()
+            calls = fit.participants.in_step()
+            for after_batch in calls.after_batch:
+                after_batch(is_whole)
+            for at_boundary in calls.at_boundary:
+                at_boundary(step, self._may_save)
+            self.saver.at_boundary()
+        except Exception:
+            # A rank is lost, perhaps: others that were faster than this one have noted this boundary.
+            if self.last_boundary is not None and not agreed:
                 self.exact.before_fetch()
                 self.last_boundary.after_batch(is_whole)
                 self.last_boundary.before_batch()
             raise
-        for event in agreed:
-            self._act(event)
-        if self._rollback_request is not None:
-            self._roll_back()
-        calls = fit.participants.in_step()
-        for after_batch in calls.after_batch:
-            after_batch(is_whole)
-        for at_boundary in calls.at_boundary:
-            at_boundary(step, self._may_save)
-        self.saver.at_boundary()
         self.exact.before_fetch()
         for skips_batch in calls.skips_batch:
             if skips_batch():
@@ -306,6 +308,8 @@ class FitSession:
         for before_batch in calls.before_batch:
             before_batch()
         if self.last_boundary is not None:
+            if self.replaceability.leaves:
+                self.last_boundary.save_together()
             self.replaceability.check_members()
         if not is_first:
             fit.time.begin_batch(step)

@@ -23,7 +23,8 @@ kind        from -> to                  meaning, and its other fields
 ``saved``   rank -> ``--elastic``       there is a state to go back to
 ``stop``    ``--elastic`` -> rank       all ranks save and end; of several nodes, and SIGTERM follows
 ``replace`` ``--elastic`` -> rank       another generation begins: ``lost``: how each rank that was lost has ended;
-                                        ``generation``: its number; ``port``: of its store; ``members``: who is in it
+                                        ``generation``: its number; ``port``: of its store; ``members``: who is in it;
+                                        ``together``: whether all leave the present one at a boundary that they agree on
 ``restart`` ``--elastic`` -> rank       all ranks are ended and started again
 =========== =========================== =======================================================================
 

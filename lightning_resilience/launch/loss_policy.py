@@ -222,7 +222,7 @@ class LossPolicy:
     def _check_replacement(self, now: float, seconds: float) -> None:
         """Looks whether the ranks of a new generation have come together, or never will."""
         members = self.members.values()
-        # Ranks of groups agree in it where they leave when others come back.
+        # They agree in it where they leave when others come back.
         if seconds > deadlines.NEXT_BOUNDARY_WITHIN_S or all(each.generation == self.generation for each in members):
             self._ranks.close_old_store()
         if refusal := next((member for member in members if member.state == "refused"), None):
@@ -380,11 +380,13 @@ class LossPolicy:
         if not lost:  # who begins it looks there whether it counts as a restart
             self._ranks.record(*record)
         change = {"generation": self.generation, "port": self._ranks.open_store(), "lost": lost, "members": members}
+        # They agree where, in the store of their generation. Ranks of groups must; others need not with those that end.
+        change["together"] = together = not lost and (not leaving or self._newcomers.group > 1)
         there = {rank: self.members[rank] for rank in kept}
         there |= self._newcomers.take([slot for slot in members if slot in self._newcomers.coming])
         self._ranks.tell(sorted(there.keys() | apart), "replace", **change)
         self._newcomers.send_back(apart, now)
-        if lost or self._newcomers.group == 1:
+        if not together:
             self._ranks.close_old_store()
         new = [rank for rank in members if rank not in there]
         self.members = {rank: there[rank] if rank in there else self._begin_life(rank, now) for rank in members}
@@ -493,7 +495,7 @@ class LossPolicy:
         is_without = members != self._slots
         self._ranks.start(members, self.generation, is_newcomer=is_without)
         if is_without:
-            change = {"generation": self.generation, "port": port, "lost": {}, "members": members}
+            change = {"generation": self.generation, "port": port, "lost": {}, "members": members, "together": False}
             self._ranks.tell(members, "replace", **change)
             self._replacing_since = now
             self._newcomers.start([slot for slot in self._slots if slot not in members], self.generation, now)

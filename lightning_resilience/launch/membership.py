@@ -170,7 +170,7 @@ class Membership:
             self.is_stopping = True
             return self.stop()
         generation, leave = message.fields.get("generation", sys.maxsize), self.leave_together
-        if leave is None or message.fields.get("lost", True):
+        if leave is None or not message.fields.get("together", False):
             self._end_generation(generation)  # before the main thread can know of it, and open the next group
         else:
             leave()
