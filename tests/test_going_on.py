@@ -28,7 +28,7 @@ from tests.ledgers import Ledger, events_of, read_ledger
 from tests.test_absent_ranks import samples, state_at_the_end, undisturbed, with_ranks
 from tests.test_exact_resume import make
 from tests.test_launch import wait_until
-from tests.test_replacement import RANK, lives
+from tests.test_replacement import RANK, devices, lives  # noqa: F401  (a fixture)
 
 # -- decisions ---------------------------------------------------------------------------------------------------------
 
@@ -814,6 +814,27 @@ def is_back(run_dir: str | Path, losses: int = 1) -> dict[str, Any]:
     file = f"{run_dir}/logs/attempt-{2 + 2 * losses}/*"
     wait = {"do": "sleep", "seconds": 0.0, "after_file": file, "within_s": 120}
     return {"at": "train", "step": 30, "rank": 0, **wait, "once": True}
+
+
+@pytest.mark.usefixtures("devices")
+@pytest.mark.slow
+def test_no_step_of_a_device_is_done_again_when_a_rank_comes_back(tmp_path: Path) -> None:
+    """Nothing is aborted then, as it is for a loss: the state is known."""
+    options: dict[str, Any] = {"trainer": {"max_epochs": 3}, "keeps_nothing": True, "as_on_gpu": {}}
+    config = with_ranks(make(tmp_path, "disturbed", **options), 3)
+    kill = {"at": "train", "step": 13, "rank": 1, "do": "SIGKILL", "once": True}
+    config["events"] = [kill, is_back(config["run_dir"])]
+    output = gone_on(tmp_path, config, 3, "--spares=off")
+    ledger = Path(config["run_dir"]) / "ledger"
+    assert [each[:2] for each in changes(ledger)] == [([1], [0, 2]), ([], [0, 1, 2])], output
+    events = [*read_ledger(ledger)]
+    (saved,) = [each["step"] for each in events if each.get("reason") == "ranks come back"]
+    assert [each["step"] for each in events if each["event"] == "resumed"][-1] == saved, output
+    made = Counter(json.loads(line)[1] for line in Path(f"{config['log']}.0").read_text().splitlines())
+    assert {made[step] for step in made if step >= saved} == {1}, output
+    wanted, steps = undisturbed(tmp_path, 3, **options)
+    assert samples(config["log"]) == steps
+    torch.testing.assert_close(state_at_the_end(config), state_at_the_end(wanted), rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("global_batch", ["constant", "shrink"])

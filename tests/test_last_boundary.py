@@ -548,8 +548,10 @@ def test_the_first_survivor_at_the_oldest_boundary_saves_for_the_others(
         # It lives and does not go on, and may still come to this boundary.
         part = boundary._path(3).rename(boundary._path(3).with_suffix(".later"))
         assert saved(0, r2=same) == []
-        part.rename(boundary._path(3))
-        assert saved(0, r2=same) == [(0, [0, 1, 3], True)]
+        clock = SimpleNamespace(monotonic=lambda: 0.0, sleep=lambda seconds: part.rename(boundary._path(3)))
+        with monkeypatch.context() as patch:
+            patch.setattr(last_boundary, "time", clock)
+            assert saved(0, r2=same) == [(0, [0, 1, 3], True)]
         assert saved(0, r2=same, r3=ahead) == [(0, [0, 1, 3], True)]
         assert saved(0, r2=same, r3=_Standing(None, "what it saves is stuck")) == []
         assert saved(1) == []
