@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import itertools
+import math
 import os
 import random
 import signal
@@ -172,15 +173,16 @@ def victim(arm: Arm, killed_at: float, draw: random.Random) -> int | None:
         killed_at: When the last one was killed.
         draw: Chooses.
     """
-    deadline = killed_at + PATIENCE_S
+    deadline, reached = killed_at + PATIENCE_S, max(each.step for each in arm.look())
     while True:
         arm.look_after()
-        steps, now = new_steps(arm.look()), time.monotonic()
-        gone_on = next((each.seconds for each in steps if each.seconds > killed_at + 0.2), None)
-        present = sorted({each.pid for each in arm.look() if each.seconds > max(now - PRESENT_S, killed_at + 0.2)})
-        if gone_on is not None and now > gone_on + BETWEEN_S and len(present) > 1:
+        since, now = arm.look_back(killed_at + 0.2), time.monotonic()
+        gone_on = min((each.seconds for each in since if each.step > reached), default=math.inf)
+        present = sorted({each.pid for each in since if each.seconds > now - PRESENT_S})
+        if now > gone_on + BETWEEN_S and len(present) > 1:
             time.sleep(draw.random() * 0.1)
             return draw.choice(present)
+        time.sleep(0.015)
         arm.wait(deadline)
 
 

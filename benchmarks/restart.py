@@ -13,6 +13,7 @@ With ``--gpu`` the tiny model is on GPUs; ranks for which there is none share th
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import random
@@ -138,6 +139,14 @@ class Arm:
         for notes in self._notes:
             notes.look()
         return [mark for notes in self._notes for mark in notes.marks]
+
+    def look_back(self, since: float) -> list[Mark]:
+        """The steps that ranks have made since then: to go through all of them takes longer and longer."""
+        found = []
+        for notes in self._notes:
+            notes.look()
+            found += itertools.takewhile(lambda mark: mark.seconds > since, reversed(notes.marks))
+        return found
 
     def look_after(self) -> None:
         """What a launcher would do in between."""

@@ -117,6 +117,7 @@ class Run:
         self.step()
         self.told.clear()
         self.started.clear()
+        self.now += deadlines.TRAINS_BEFORE_OTHERS_COME_S
 
 
 @pytest.fixture
@@ -149,7 +150,7 @@ def test_the_others_go_on_at_once_and_take_in_who_comes_back(lines: list[str]) -
     ]
 
 
-def test_nobody_is_taken_in_while_ranks_come_together() -> None:
+def test_nobody_is_taken_in_before_ranks_have_come_together_and_trained() -> None:
     run = Run()
     run.lose(1)
     run.say(1, "waiting")
@@ -159,7 +160,10 @@ def test_nobody_is_taken_in_while_ranks_come_together() -> None:
     assert run.told == [([0, 2], [0, 2])]
     run.say(2, "ready")
     run.step()
-    run.step()
+    run.step(deadlines.TRAINS_BEFORE_OTHERS_COME_S - 0.1)
+    assert run.told == [([0, 2], [0, 2])]
+    assert run.policy.wakes_at <= run.now + 0.11
+    run.step(0.11)
     assert run.told[1:] == [([0, 1, 2], [0, 1, 2])]
 
 

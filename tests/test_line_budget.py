@@ -25,9 +25,9 @@ BUDGET = {
     "detect/stragglers": 370,
     "elastic": 519,
     "fit": 7052,
-    "launch": 9078,
+    "launch": 9080,
     "launch/schedulers": 508,
-    "run": 3141,
+    "run": 3144,
 }
 
 _NO_CODE = (

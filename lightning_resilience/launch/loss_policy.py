@@ -96,6 +96,7 @@ class LossPolicy:
         self._has_saved = False
         self._lost_at: float | None = None
         self._replacing_since: float | None = None
+        self._in_fit_since = -math.inf  # in the present generation
         self._ending: list[tuple[float, signal.Signals | None]] = []  # until when, and what is sent then
         self._stop_asked = False
         self._stops_until: float | None = None
@@ -186,6 +187,7 @@ class LossPolicy:
             if now >= leaves_at:
                 self._shrink(now)
         elif self._are_in_fit() and (opens_at := self._newcomers.opens_at(now)) is not None:
+            opens_at = max(opens_at, self._in_fit_since + deadlines.TRAINS_BEFORE_OTHERS_COME_S)
             self.wakes_at = min(self.wakes_at, opens_at)
             if now >= opens_at:
                 self._grow(now)
@@ -229,7 +231,7 @@ class LossPolicy:
             self._restart(now, f"rank {refusal.rank} cannot go back: {refusal.reason}")
         elif all(member.state in ("ready", "done") and member.generation == self.generation for member in members):
             self._joining, self._replacing_since = set(), None
-            self.wakes_at = now
+            self._in_fit_since = self.wakes_at = now
         elif self._are_too_late(seconds):
             self._turn_away(now)
         elif seconds > deadlines.REPLACED_WITHIN_S:

@@ -174,8 +174,11 @@ OWN_ERROR_RAISED_AFTER_S = 0.5
 SURVIVORS_LEAVE_WITHIN_S = 30.0
 """How long survivors may take to leave the fit: a local save that is being written is given some seconds."""
 
+TRAINS_BEFORE_OTHERS_COME_S = 1.0
+"""How long ranks that are in their fit again train before others are taken in: two changes in a row are one pause."""
+
 NEXT_BOUNDARY_WITHIN_S = 10.0
-"""How long ranks that share the state out may take of it to come to one boundary when others come back."""
+"""How long ranks may take of it to come to one boundary when others come back."""
 
 STUCK_AFTER_S = 5.0
 """How long a survivor may stand still in a collective of its group after that was cut. An attempt to connect to a store
