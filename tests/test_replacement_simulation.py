@@ -1406,6 +1406,7 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> Any:
         (own_part, "_Sources", lambda: sources),
         (loss_policy, "log_line", lambda text, is_detail=False: None),
         (deadlines, "STOP_REACHES_ALL_WITHIN_S", 0.1),  # of a run of seconds
+        (deadlines, "TRAINS_BEFORE_OTHERS_COME_S", 0.1),
         (newcomers, "log_line", lambda text, is_detail=False: None),
     ):
         monkeypatch.setattr(module, name, value)
