@@ -8,7 +8,9 @@ import time
 from collections.abc import Callable
 from itertools import groupby
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from lightning_resilience.checkpoint.digest import Digest, digest_of
 from lightning_resilience.checkpoint.generations import rank_locations
 from lightning_resilience.detect.numerics.divergence import Divergence
 from lightning_resilience.detect.numerics.rollback_history import REFILL_STEPS, Rollbacks
+from lightning_resilience.fit.replica_comparison import ReplicaComparison
 from lightning_resilience.recipes import RECIPE_VARIABLE
 from lightning_resilience.run.run_directory import RunDirectory
 from tests.harness import result, run, samples
@@ -130,6 +133,18 @@ def test_the_majority_names_the_rank(digests: str, suspects: tuple[int, ...], sa
 @pytest.mark.parametrize("digests", ["aaa", "a", "-aa", "---", "-a"])
 def test_where_nobody_differs_there_is_nothing_to_say(digests: str) -> None:
     assert Divergence.between(7, [each.strip("-") for each in digests]) is None
+
+
+def test_replicas_differ_from_when_it_is_known_until_the_run_has_gone_back() -> None:
+    session = MagicMock()
+    session.fit.replicas_differ = False
+    comparison = ReplicaComparison(session, max_rollbacks=1, optional=False)
+    comparison.on_event_known(SimpleNamespace(kind="another event"))
+    assert not session.fit.replicas_differ
+    comparison.on_event_known(SimpleNamespace(kind="replicas differ"))
+    assert session.fit.replicas_differ
+    comparison.after_rollback()
+    assert not session.fit.replicas_differ
 
 
 def test_rollbacks_are_counted_by_trouble() -> None:

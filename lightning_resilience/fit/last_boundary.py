@@ -233,7 +233,7 @@ class LastBoundary(Participant):
     def __init__(self, session: FitSession) -> None:
         self._session = session
         self._off: str | None = None
-        self._is_saved = False
+        self._saved_at: int | None = None
         self._is_clean = False
         self._note: _Note | None = None
         self._group = 1
@@ -430,9 +430,10 @@ class LastBoundary(Participant):
         if any(is_off for is_off, _ in found) and not any(is_bad for _, is_bad in found):
             policies = fit.participants.implement(Participant.save_locally)
             saved = [save_locally(RANKS_COME_BACK, LAST_BOUNDARY_SAVED_WITHIN_S) for save_locally in policies]
-            self._is_saved = bool(saved) and all(saved)
-            if self._is_saved and fit.rank == 0:
-                log.info("Saved step %d for the ranks that come back.", fit.trainer.global_step)
+            if saved and all(saved):
+                self._saved_at = fit.steps_counted
+                if fit.rank == 0:
+                    log.info("Saved step %d for the ranks that come back.", fit.trainer.global_step)
 
     # -- after a loss --------------------------------------------------------------------------------------------------
 
@@ -449,7 +450,7 @@ class LastBoundary(Participant):
         try:
             until = time.monotonic() + SURVIVORS_FOUND_WITHIN_S
             mine = self._leave_word()
-            if fit.rank in lost or self._is_saved:
+            if fit.rank in lost or self._saved_at == fit.steps_counted:
                 return
             standings = self._standings(mine, lost, until)
             savers, lost_by_now = _savers(standings), _lost_by_now(lost)
@@ -520,11 +521,9 @@ class LastBoundary(Participant):
             time.sleep(0.002)
 
     def _has_come(self, rank: int, position: int) -> bool:
-        try:
-            self._part_of(rank, position)
-        except _Unknown:
-            return False
-        return True
+        with suppress(_Unknown):
+            return self._part_of(rank, position).position == position
+        return False
 
     def _standing(self, within_s: float) -> _Standing:
         """Where this rank is."""
