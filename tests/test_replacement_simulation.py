@@ -1077,6 +1077,7 @@ class Simulation:
         run = SimpleNamespace(check_owner=self.check_owner, is_claimed_by_sibling=lambda: True)
         fit: Any = SimpleNamespace(trainer=trainer, rank=rank, nonce=nonce, token=token, run=run, saves_paused=False)
         fit.module, fit.rank_0_may_go_ahead, fit.replicas_differ = None, False, False
+        fit.steps_counted = 0
         fit.gather = lambda value: [*self.collective(process, "leaving", value).values()]
         fit.saving, fit.check_owner = nullcontext, lambda: FitContext.check_owner(fit)
         fit.agreement = SimpleNamespace(request=lambda kind, needs: self.request(process, kind))
