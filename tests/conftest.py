@@ -1,16 +1,21 @@
-"""What holds for all tests: where their ranks train."""
+"""What holds for all tests: where their ranks train, and that they leave their process as it was."""
 
 from __future__ import annotations
 
+import importlib
 import multiprocessing.util
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
+import torch
+from torch.optim import optimizer
 
 from tests import as_on_gpu, harness
 
 ON_GPU = "as on a GPU"
+RENDEZVOUS: Any = importlib.import_module("torch.distributed.rendezvous")  # its package has a function of that name
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -65,3 +70,19 @@ def where(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
     finally:
         harness.ON_DEVICE = None
+
+
+def patched_in_torch() -> list[object]:
+    """What the package and its tests put in the place of torch's own, and whether a process group is open."""
+    c10d = torch.distributed.distributed_c10d
+    functions = [torch.distributed.init_process_group, c10d._new_process_group_helper, RENDEZVOUS._create_c10d_store]
+    hooks = optimizer._global_optimizer_pre_hooks, optimizer._global_optimizer_post_hooks
+    return [torch.distributed.is_initialized(), *functions, *map(list, hooks)]
+
+
+@pytest.fixture(autouse=True)
+def leaves_torch_as_it_was() -> Iterator[None]:
+    """A test that fails only behind another one costs more than a day."""
+    before = patched_in_torch()
+    yield
+    assert patched_in_torch() == before

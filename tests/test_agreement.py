@@ -101,6 +101,7 @@ def test_four_processes_act_on_every_event_at_the_same_boundary(tmp_path: Path, 
         pytest.param(TWO_NODES, "a rank raises", 2, "rank 2 stopped: out of memory", marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.slow_but_for("nodes1-the store's owner dies-0-lost touch with the other")
 def test_survivors_are_told(tmp_path: Path, nodes: list[list[int]], scenario: str, victim: int, told: str) -> None:
     reports = run_ranks(tmp_path, scenario, nodes)
     for rank in set(range(WORLD_SIZE)) - {victim}:

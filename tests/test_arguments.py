@@ -12,6 +12,7 @@ from typing import Any
 
 import lightning.pytorch as L
 import pytest
+import torch
 from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
 from torch.utils.data import DataLoader
 
@@ -225,5 +226,9 @@ def test_the_example_of_each_callback_runs(
     names: dict[str, Any] = {own.__name__: own for own in CALLBACKS}
     names |= {"Trainer": L.Trainer, "timedelta": timedelta, "model": BoringModel()}
     names["data"] = DataLoader(RandomDataset(32, 8))
-    exec(example, names)
+    try:
+        exec(example, names)
+    finally:
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
     assert names["trainer"].global_step == 16

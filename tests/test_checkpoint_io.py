@@ -336,6 +336,7 @@ def killed_everywhere(action: Callable[[Path], object], started: Callable[[Path]
 
 
 @pytest.mark.parametrize(("save_last", "asynchronous"), [("link", False), ("link", True), (True, False)])
+@pytest.mark.slow_but_for("link-True")
 def test_killed_at_every_point_of_a_fit(
     lightning: Namespace, tmp_path: Path, save_last: Any, asynchronous: bool
 ) -> None:

@@ -31,6 +31,7 @@ def kill(step: int) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "callbacks", [["preemption", "auto_resume", "local_checkpoint"], ["preemption", "auto_resume"]]
 )
+@pytest.mark.slow_but_for("callbacks0")
 def test_stopped_in_the_middle_of_a_validation(tmp_path: Path, callbacks: list[str]) -> None:
     """The state that a preemption saves is then that of the beginning of the validation, in either tier."""
     options = {

@@ -482,6 +482,7 @@ def test_passive_in(cls: type[Any], place: Path, options: dict[str, Any]) -> Non
 
 
 @each
+@pytest.mark.slow_but_for("FaultTolerance", "LocalCheckpoint", "NaNGuard")
 def test_with_pytorch_lightning(cls: type[Any], place: Path) -> None:
     weights = []
     for own in ([], [cls()]):

@@ -25,7 +25,7 @@ import torch
 from lightning_resilience.checkpoint.generations import rank_locations
 from lightning_resilience.fit import last_boundary
 from lightning_resilience.fit.last_boundary import ranks_to_save
-from lightning_resilience.launch import follower, node_line, nodes
+from lightning_resilience.launch import follower, loss_policy, node_line, nodes
 from lightning_resilience.launch.channel import Channel
 from lightning_resilience.launch.elastic import Supervisor
 from lightning_resilience.launch.follower import FirstNodeLost, Follower
@@ -284,6 +284,7 @@ def test_what_ranks_of_another_node_have_said_before_a_death_is_heard(
 
     monkeypatch.setattr(Follower, "_act", act)
     monkeypatch.setattr(deadlines, "DIE_TOGETHER_WITHIN_S", 0.0)
+    monkeypatch.setattr(loss_policy, "_HEARD_WITHIN_S", 30.0)  # this one may be slow, too
     script = """
         ready(saved=False)
         if rank == 2:
@@ -464,6 +465,14 @@ def start_nodes(config: dict[str, Any], ranks: int, output: Path, *more: str, co
     return [start([*launch, f"--node-rank={node}", *command(config)[1:]], output) for node in range(count)]
 
 
+def rank_of(node: Any, rank: int) -> psutil.Process:
+    """The process of a rank of this node, and not one that it has started."""
+    there = psutil.Process(node.pid).children(recursive=True)
+    of_rank = {each.pid for each in there if each.environ().get("RANK") == str(rank)}
+    [found] = [each for each in there if each.pid in of_rank and each.ppid() not in of_rank]
+    return found
+
+
 def launched(
     tmp_path: Path,
     ranks: int,
@@ -581,10 +590,7 @@ def test_a_stop_of_the_other_node_saves_and_ends_both(tmp_path: Path, what: str)
     config = make(tmp_path, "disturbed", events=[waits], **options)
     nodes = start_nodes(config, 1, output, "--spares=off", *(["--when-lost=go-on"] if goes_on else []))
     wait_until(lambda: any(each["step"] == 10 for each in events_of(config, "saved")), within_s=100.0)
-    there = psutil.Process(nodes[1].pid).children(recursive=True)
-    of_rank = {each.pid for each in there if each.environ().get("RANK") == "1"}
-    [other] = [each for each in there if each.pid in of_rank and each.ppid() not in of_rank]
-    (nodes[1] if what == "launch" else other).send_signal(signal.SIGTERM)
+    (nodes[1] if what == "launch" else rank_of(nodes[1], 1)).send_signal(signal.SIGTERM)
     is_stopped.touch()
     assert [finish(node, output) for node in nodes] == [75, 75], output.read_text()
     outcome = RunDirectory(config["run_dir"]).fit(0).outcome
@@ -592,6 +598,35 @@ def test_a_stop_of_the_other_node_saves_and_ends_both(tmp_path: Path, what: str)
     assert (outcome.status, (outcome.step or 0) > 10) == ("interrupted", True)
     assert [finish(node, output) for node in start_nodes(config, 1, output)] == [0, 0], output.read_text()
     assert (result(config), samples(config)) == undisturbed(tmp_path, **options), output.read_text()
+
+
+@pytest.mark.campaign
+def test_a_stop_of_one_rank_is_not_forgotten_when_another_one_is_lost(tmp_path: Path) -> None:
+    """It was asked for in a fit that is left: the next one stops."""
+    is_lost, output = tmp_path / "lost", tmp_path / "output"
+    options: dict[str, Any] = {**OPTIONS, "trainer": {"devices": 1, "num_nodes": 3}}
+    wait = {"at": "train", "rank": 0, "do": "sleep", "seconds": 0.0, "once": True}
+    config = make(tmp_path, "disturbed", **options)
+    config["events"] = [
+        {**wait, "step": 13, "after_file": str(is_lost), "within_s": 100.0},
+        {**wait, "step": 20, "seconds": STOP_IS_DECIDED_WITHIN_S + 2.0},
+    ]
+    more = ("--nnodes=2:3", "--spares=off", "--section-timeouts=step:none")
+    nodes = start_nodes(config, 1, output, *more, count=3)
+    try:
+        wait_until(lambda: any(each["step"] == 10 for each in events_of(config, "saved")), within_s=100.0)
+        rank_of(nodes[2], 2).send_signal(signal.SIGTERM)
+        rank_of(nodes[1], 1).kill()
+        is_lost.touch()
+        codes = [finish(node, output) for node in nodes]
+    finally:
+        for node in nodes:
+            node.kill()
+    assert codes == [75, 75, 75], output.read_text()
+    assert [each["ranks"] for each in events_of(config, "replaced")][:1] == [[1]], output.read_text()
+    outcome = RunDirectory(config["run_dir"]).fit(0).outcome
+    assert outcome is not None
+    assert outcome.status == "interrupted"
 
 
 @pytest.mark.parametrize(

@@ -173,9 +173,7 @@ CHANGES: dict[str, tuple[Callable[[], list[Any]], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("local", [False, True], ids=["run directory", "node"])
-@pytest.mark.slow_but_for(
-    "run directory-averaged", "run directory-pruned, and masks that are kept", "run directory-float64", "node-pruned"
-)
+@pytest.mark.slow_but_for("node-pruned", "run directory-averaged")
 def test_what_is_trained_changes_on_the_way(tmp_path: Path, change: str, local: bool) -> None:
     """Killed twice in one epoch, and again in the last."""
     callbacks, options = CHANGES[change]
@@ -279,6 +277,7 @@ def test_another_limit_than_the_one_that_ended_it_changes_nothing(
 
 
 @pytest.mark.parametrize("callbacks", [averaged, pruned_at_validation], ids=["averaged", "pruned"])
+@pytest.mark.slow_but_for("averaged")
 def test_more_epochs_where_the_end_has_changed_the_weights(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, callbacks: Callable[[], list[Any]]
 ) -> None:

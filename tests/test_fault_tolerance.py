@@ -614,12 +614,7 @@ RAISE = {"at": "train", "step": 20, "rank": 1, "do": "raise"}
         ("raise", None, "failed"),
     ],
 )
-@pytest.mark.slow_but_for(
-    "shutdown_workload-shutdown_workload-halted",
-    "nvrx.ExcludeThisNode-exclude_this_node-failed",
-    "continue-None-failed",
-    "raise-None-failed",
-)
+@pytest.mark.slow_but_for("raise-None-failed", "shutdown_workload-shutdown_workload-halted")
 def test_a_policy_decides_on_an_error(tmp_path: Path, policy: str, action: str | None, status: str) -> None:
     flag = tmp_path / "finished"
     config = watched(tmp_path, events=[{**RAISE, "rank": 0}], policy=policy)

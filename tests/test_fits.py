@@ -174,7 +174,7 @@ def test_early_stopping_counts_as_finished(tmp_path: Path) -> None:
     ids=["max_epochs", "max_steps"],
 )
 @pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.slow_but_for("0-max_epochs", "2-max_steps")
+@pytest.mark.slow_but_for("0-max_epochs")
 def test_raising_the_limit_goes_on_as_the_longer_run(
     tmp_path: Path, short: dict[str, int], long: dict[str, int], workers: int
 ) -> None:
@@ -466,6 +466,7 @@ FINDERS: dict[str, Callable[[], L.Callback]] = {
 
 
 @pytest.mark.parametrize("finder", FINDERS.values(), ids=FINDERS.keys())
+@pytest.mark.slow_but_for("learning rate")
 def test_a_search_in_the_fit_changes_what_it_changes_without_us(
     tmp_path: Path, finder: Callable[[], L.Callback]
 ) -> None:

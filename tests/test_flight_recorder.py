@@ -239,6 +239,9 @@ def verdict_of(tmp_path: Path) -> Iterator[Callable[[Scenario], Verdict]]:
         (collective_left_out, [1], "mismatch", "called _all_gather_base [128, 4] as #57 of default_pg, where ranks 0"),
     ],
 )
+@pytest.mark.slow_but_for(
+    "stuck_in_its_loader-culprits0-data_loader-ranks 0 and 1 wait for it in all_reduce #57 of default_pg"
+)
 def test_the_verdict_from_what_nccl_has_recorded(
     verdict_of: Callable[[Scenario], Verdict], scenario: Scenario, culprits: list[int], kind: str, said: str
 ) -> None:

@@ -200,7 +200,7 @@ SCRIPTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("options", SCRIPTS.values(), ids=SCRIPTS.keys())
-@pytest.mark.slow_but_for("whole checkpoints", "two ranks")
+@pytest.mark.slow_but_for("two ranks")
 def test_a_preempted_script_ends_as_if_undisturbed(tmp_path: Path, options: dict[str, Any]) -> None:
     options = {"callbacks": [], **options}
     event = {"at": "train", "step": 23, "rank": 0, "do": "SIGTERM", "once": True}

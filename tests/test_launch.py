@@ -266,6 +266,7 @@ def test_what_always_crashes_ends_with_the_budget_and_the_reason(launcher: Launc
 @pytest.mark.parametrize(
     ("end", "reason"), [("TooSlow(1)", "rank 3 is too slow"), ("SystemExit(1)", "the script ended by sys.exit(1)")]
 )
+@pytest.mark.slow_but_for("TooSlow(1)-rank 3 is too slow")
 def test_an_exit_that_says_why(launcher: Launcher, end: str, reason: str) -> None:
     launcher.script(
         f"""

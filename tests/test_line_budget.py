@@ -24,8 +24,8 @@ BUDGET = {
     "detect/numerics": 800,
     "detect/stragglers": 370,
     "elastic": 519,
-    "fit": 7052,
-    "launch": 9080,
+    "fit": 7046,
+    "launch": 9084,
     "launch/schedulers": 508,
     "run": 3144,
 }

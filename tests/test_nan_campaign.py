@@ -322,6 +322,7 @@ def fit(about: Case, model: Model, folder: Path) -> tuple[L.Trainer, list[str], 
     "seed",
     [pytest.param(each, marks=pytest.mark.campaign if each >= RUNS_OF_BASE else ()) for each in range(RUNS)],
 )
+@pytest.mark.slow_but_for("0", "3", "5")
 def test_whatever_goes_wrong(seed: int, files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     about = case(seed)
     print(f"seed {seed}: {about}")  # shown if the test fails
@@ -453,6 +454,7 @@ def one_of_two(rank: int, port: int, spoil: str, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("spoil", ALONE)
+@pytest.mark.slow_but_for("spike")
 def test_what_only_one_rank_could_know(spoil: str, tmp_path: Path) -> None:
     """The loss is the rank's own and the gradients would be fine: only because of the verdict they are not."""
     run_ranks(one_of_two, free_port(), spoil, tmp_path)

@@ -356,6 +356,7 @@ def maps_of(folder: Path) -> list[str]:
 
 
 @on_tmpfs
+@pytest.mark.slow_but_for("disk")
 def test_no_file_and_no_mapping_is_left_open(place: Path) -> None:
     def descriptors() -> int:
         return len(os.listdir("/proc/self/fd"))

@@ -76,6 +76,7 @@ def test_what_has_failed_twice_is_set_aside(
         (CheckpointException(REASON, STORAGE), 2, "the same, on another rank"),
     ],
 )
+@pytest.mark.slow_but_for("error0-1-it may have been the node")
 def test_what_may_be_good_is_kept(killed: Run, error: BaseException, times: int, why: str) -> None:
     fails(killed, error, times)
     ends_well(killed, killed.local(), Picky(None))
@@ -84,6 +85,7 @@ def test_what_may_be_good_is_kept(killed: Run, error: BaseException, times: int,
 
 
 @pytest.mark.parametrize("tier", ["local", "global"])
+@pytest.mark.slow_but_for("local")
 def test_a_trainer_that_ends_before_the_checkpoint_says_so_and_keeps_it(tmp_path: Path, tier: str) -> None:
     run = Run(tmp_path)
 

@@ -113,6 +113,7 @@ SETUPS: dict[str, Callable[[Path, int], tuple[list[Any], dict[str, Any]]]] = {
 
 
 @pytest.mark.parametrize("setup", SETUPS.values(), ids=SETUPS.keys())
+@pytest.mark.slow_but_for("version_N")
 def test_a_restart_ends_with_the_best_checkpoints_of_the_whole_fit(
     here: Path, setup: Callable[[Path, int], tuple[list[Any], dict[str, Any]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -150,6 +151,7 @@ class DiesAfterASave(L.Callback):
 
 
 @pytest.mark.parametrize("filename", ["{epoch}", pytest.param("{step}", marks=pytest.mark.campaign), None])
+@pytest.mark.slow_but_for("None")
 def test_a_checkpoint_that_was_saved_after_what_is_resumed_is_saved_over(here: Path, filename: str | None) -> None:
     """And no other: with ``{epoch}`` each epoch has two files, of which the second is a ``-v1`` anyway."""
 

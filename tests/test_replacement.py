@@ -317,10 +317,20 @@ def test_a_rank_that_nccl_would_end_is_not_kept(variables: dict[str, str], name:
     assert nccl.why_not(variables) is not None  # without what the supervisor sets
 
 
+@pytest.fixture
+def rendezvous(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """torch's, of which all is put back that a :class:`DefaultGroup` puts in its place."""
+    rendezvous: Any = importlib.import_module("torch.distributed.rendezvous")
+    c10d = torch.distributed.distributed_c10d
+    monkeypatch.setattr(torch.distributed, "init_process_group", None)
+    for owner, name in ((rendezvous, "_create_c10d_store"), (c10d, "_new_process_group_helper")):
+        monkeypatch.setattr(owner, name, getattr(owner, name))
+    return rendezvous
+
+
+@pytest.mark.usefixtures("rendezvous")
 def test_no_group_is_opened_when_another_rank_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     is_over, opened = [False], []
-    rendezvous = importlib.import_module("torch.distributed.rendezvous")
-    monkeypatch.setattr(rendezvous, "_create_c10d_store", rendezvous._create_c10d_store)
     monkeypatch.setattr("torch.distributed.init_process_group", lambda: opened.append(is_over.append(True)))
     own = DefaultGroup()
     own.install(lambda: is_over[-1])
@@ -361,11 +371,10 @@ def test_no_rank_waits_for_what_it_was_sending_when_its_group_was_cut() -> None:
 
 
 @pytest.mark.parametrize("waits", [False, True], ids=["torch's client", "when it listens"])
-def test_a_store_that_is_closed_while_a_rank_connects_is_left(waits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_that_is_closed_while_a_rank_connects_is_left(
+    waits: bool, rendezvous: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(group, "_CONNECTS_WITHIN", timedelta(seconds=0.2))
-    monkeypatch.setattr("torch.distributed.init_process_group", None)
-    rendezvous = importlib.import_module("torch.distributed.rendezvous")
-    monkeypatch.setattr(rendezvous, "_create_c10d_store", rendezvous._create_c10d_store)
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     if waits:  # as in the workers of launch
         _torch.connect_when_rank_0_listens.__wrapped__()
@@ -378,7 +387,7 @@ def test_a_store_that_is_closed_while_a_rank_connects_is_left(waits: bool, monke
     assert next(checks) == 2
 
 
-def test_a_store_has_the_timeout_that_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_has_the_timeout_that_was_asked_for(rendezvous: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[timedelta] = []
 
     class Store:
@@ -388,8 +397,6 @@ def test_a_store_has_the_timeout_that_was_asked_for(monkeypatch: pytest.MonkeyPa
         made.append(timeout)
         return Store
 
-    monkeypatch.setattr("torch.distributed.init_process_group", None)
-    rendezvous = importlib.import_module("torch.distributed.rendezvous")
     monkeypatch.setattr(rendezvous, "_create_c10d_store", create)
     DefaultGroup().install(lambda: False)
     assert rendezvous._create_c10d_store("127.0.0.1", 1, 1, 2, timedelta(minutes=30)) is Store
@@ -875,6 +882,7 @@ computes = partial(hashlib.pbkdf2_hmac, "sha256", b"", b"", 5_000_000)  # for se
         pytest.param(sleeps, 1.5, False, id="elsewhere"),
     ],
 )
+@pytest.mark.slow_but_for("in a collective", "it computes")
 def test_only_a_rank_that_waits_in_torch_has_been_forgotten(
     does: Callable[[], object], leaves_after_s: float, expected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -224,7 +224,7 @@ LAST_BOUNDARY: dict[str, Any] = {
         pytest.param(2, [(0, "backward", 13)], [], {"sharded": "hybrid"}, id="2 groups with the same samples, rank 0"),
     ],
 )
-@pytest.mark.slow_but_for("2 groups")
+@pytest.mark.slow
 def test_no_step_is_lost_with_a_group_and_none_is_done_again_when_it_is_back(
     tmp_path: Path,
     groups: int,

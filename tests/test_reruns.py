@@ -103,6 +103,7 @@ def test_ranks_run_it_again_together(tmp_path: Path) -> None:
     ("more", "step"),
     [pytest.param({}, 13, id="in the middle"), pytest.param({"trainer": {"devices": 2}}, 47, id="in the last step")],
 )
+@pytest.mark.slow_but_for("in the middle")
 def test_a_faulty_device_is_named_by_a_good_run_elsewhere(more: dict[str, Any], step: int, tmp_path: Path) -> None:
     """Megatron: exit code 17, as for a correct result."""
     options = {**OPTIONS, **more}
@@ -119,6 +120,7 @@ def test_a_faulty_device_is_named_by_a_good_run_elsewhere(more: dict[str, Any], 
 
 
 @pytest.mark.parametrize(("action", "code"), [("skip", 0), ("rollback", 0), ("stop", 1)])
+@pytest.mark.slow_but_for("rollback-0")
 def test_a_correct_result_is_left_to_the_policy(action: str, code: int, tmp_path: Path) -> None:
     """Megatron: exit code 17."""
     options = {**OPTIONS, "nan_guard": {**GUARD, "action": action}}

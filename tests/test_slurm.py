@@ -448,7 +448,7 @@ def test_squeue_shows_how_far_the_run_is(batch: Batch) -> None:
         ),
     ],
 )
-@pytest.mark.slow_but_for("finished", "told to stop", "failed", "16", "launch lost")
+@pytest.mark.slow_but_for("finished", "launch lost")
 def test_what_follows_is_decided_by_what_launch_has_recorded(
     batch: Batch, events: list[dict[str, Any]], srun: int, code: int, requeued: bool, how: str
 ) -> None:
@@ -694,6 +694,7 @@ def test_what_another_node_has_recorded_in_an_earlier_allocation_may_turn_up_in_
 
 
 @pytest.mark.parametrize("empty", [True, False])
+@pytest.mark.slow_but_for("True")
 def test_a_ledger_that_is_lost_while_the_run_is_at_work(batch: Batch, empty: bool) -> None:
     """Another node may have it."""
     process = batch.start(exits(75), exit_code=75, takes=1.0)
@@ -795,6 +796,7 @@ def test_a_node_that_the_user_excludes_is_none_to_fall_back_on(batch: Batch, own
 
 
 @pytest.mark.parametrize("field", ["ReqNodeList", "Features"])
+@pytest.mark.slow_but_for("Features")
 def test_no_node_is_excluded_from_a_job_that_asks_for_certain_ones(batch: Batch, field: str) -> None:
     batch.job(JobState="RUNNING", ExcNodeList="(null)", **{field: "n3"})
     code, said = batch.run(suspect("n3"), exits(75, new_job=True), exit_code=75)

@@ -535,7 +535,7 @@ def trainer_with(tmp: Path, *callbacks: L.Callback, **options: Any) -> L.Trainer
     ],
     ids=str,
 )
-@pytest.mark.slow_but_for("True-{}", "False-{'accumulate_grad_batches': 4}")
+@pytest.mark.slow_but_for("True-{}")
 def test_the_sections_of_a_step_are_told_apart(manual: bool, options: dict[str, Any], tmp_path: Path) -> None:
     settings = {"profiling_interval": options.pop("profiling_interval", 1)}
     validation = DataLoader(TensorDataset(torch.ones(2, 4))) if "val_check_interval" in options else None

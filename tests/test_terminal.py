@@ -136,7 +136,7 @@ if told:
 
 
 @pytest.mark.parametrize("how", ["close", "tee", "full", "nohup", "ctrl-c"])
-@pytest.mark.slow_but_for("close", "full")
+@pytest.mark.slow_but_for("close")
 def test_a_launch_outlives_its_terminal(case: Case, how: str) -> None:
     (case.folder / "script.py").write_text(DRAWS)
     (case.folder / "launch.py").write_text(FAKE)

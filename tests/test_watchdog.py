@@ -345,6 +345,7 @@ BUSY: dict[str, tuple[bool, bool, float, int]] = {
 
 
 @pytest.mark.parametrize("case", BUSY)
+@pytest.mark.slow_but_for("much too slow", "started again")
 def test_a_busy_rank_gets_more_time_where_its_end_would_help_nobody(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch, case: str
 ) -> None:

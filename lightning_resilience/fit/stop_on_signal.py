@@ -62,7 +62,6 @@ class StopOnSignal(Participant):
         restore = listener.take_over, listener.handle
         lightning_signals.keep_signal_handlers(session.fit.trainer, session.fit.patches, listener.signums, *restore)
         self._requeue_signal = lightning_signals.requeue_signal(session.fit.trainer)
-        self._timer: threading.Timer | None = None
         self._line = membership.current()
         listener.subscribe(self._on_signal, before_exit=self._end_now)
         if self._line is not None:
@@ -113,8 +112,6 @@ class StopOnSignal(Participant):
         """Restores output and handlers."""
         if self._line is not None:
             self._line.stop = lambda: None
-        if self._timer is not None:
-            self._timer.cancel()
         try:
             # The process ends with this exception, unless the script catches it.
             if (interrupted := self.session.interrupted_by()) is not None:
@@ -128,14 +125,10 @@ class StopOnSignal(Participant):
         if self._line is None or not self._line.is_told_who_stops or signum not in (signal.SIGTERM, signal.SIGINT):
             return self._request(signum)
         self._listener.await_another()  # that of the launch
-        self._timer = threading.Timer(STOP_IS_DECIDED_WITHIN_S, self._request_if_untold, (signum,))
-        self._timer.daemon = True
-        self._timer.start()
-
-    def _request_if_untold(self, signum: signal.Signals) -> None:
-        """The launch has heard nothing: the signal was for this rank alone."""
-        if self._line is not None and self._line.is_told_who_stops:
-            self._request(signum)
+        # It outlasts this fit: if another rank is lost meanwhile, the stop is for the fit that follows.
+        timer = threading.Timer(STOP_IS_DECIDED_WITHIN_S, self._line.stop_if_untold)
+        timer.daemon = True
+        timer.start()
 
     def _request(self, signum: signal.Signals) -> None:
         fit, payload = self.session.fit, {"signum": int(signum), "requeue": signum == self._requeue_signal}

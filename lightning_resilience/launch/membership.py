@@ -161,6 +161,12 @@ class Membership:
         goes_on = os.environ[ELASTIC_VARIABLE] == "go_on"
         return goes_on and len(self.slots) > self._on_a_node and not is_ending
 
+    def stop_if_untold(self) -> None:
+        """The supervisor has not said who stops: the signal was for this rank alone, and all stop with it."""
+        if not self.is_stopping:
+            self.is_stopping = True
+            self.stop()
+
     def say_saved(self) -> None:
         """Tells the supervisor that there is a state to go back to; for any thread."""
         self._channel.send("saved")
