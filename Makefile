@@ -44,7 +44,7 @@ $(BIN)/python -m pytest -n 6 --dist worksteal -rf -m '$(1)' || { \
 }
 endef
 
-test: $(READY) .venv/.as-on-gpu ## Run the fast tests: everything that can fail differently, once (8 minutes on 2 cores)
+test: $(READY) .venv/.as-on-gpu ## Run the fast tests: everything that can fail differently, once (5 minutes on 2 cores)
 	@$(call run-tests,not slow and not campaign and not slurm)
 
 test-all: $(READY) .venv/.as-on-gpu ## Run all tests but the campaigns and those on a real Slurm (half an hour on 2 cores)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 import multiprocessing.util
 import os
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -15,7 +13,6 @@ from torch.optim import optimizer
 from tests import as_on_gpu, harness
 
 ON_GPU = "as on a GPU"
-RENDEZVOUS: Any = importlib.import_module("torch.distributed.rendezvous")  # its package has a function of that name
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -75,7 +72,7 @@ def where(request: pytest.FixtureRequest) -> Iterator[None]:
 def patched_in_torch() -> list[object]:
     """What the package and its tests put in the place of torch's own, and whether a process group is open."""
     c10d = torch.distributed.distributed_c10d
-    functions = [torch.distributed.init_process_group, c10d._new_process_group_helper, RENDEZVOUS._create_c10d_store]
+    functions = torch.distributed.init_process_group, c10d._new_process_group_helper
     hooks = optimizer._global_optimizer_pre_hooks, optimizer._global_optimizer_post_hooks
     return [torch.distributed.is_initialized(), *functions, *map(list, hooks)]
 

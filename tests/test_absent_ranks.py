@@ -295,7 +295,7 @@ LEFT_OUT: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize(("ranks", "options"), LEFT_OUT.values(), ids=LEFT_OUT.keys())
-@pytest.mark.slow_but_for("4-3")
+@pytest.mark.slow
 def test_the_batches_of_absent_ranks_are_left_out(
     tmp_path: Path, ranks: tuple[int, ...], options: dict[str, Any]
 ) -> None:

@@ -511,6 +511,7 @@ NAMES = [cls.__name__ for cls in CALLBACKS]
         *(pytest.param([name], marks=SLOW, id=name) for name in NAMES),
     ],
 )
+@pytest.mark.slow_but_for("all")
 def test_two_ranks(names: list[str], place: Path) -> None:
     options: dict[str, Any] = {"validation": True, "trainer": {"devices": 2, "max_epochs": 2}}
     folder = place / "ranks"

@@ -393,6 +393,7 @@ def test_planted_objects_are_quarantined_and_the_next_best_checkpoint_is_taken(t
     assert result(config) == undisturbed(tmp_path, **options)[0]
 
 
+@pytest.mark.slow
 def test_a_damaged_shard_is_found_by_the_rank_that_reads_it(tmp_path: Path) -> None:
     options: dict[str, Any] = {"sharded": True, "trainer": {"devices": 2}}
     config = make(tmp_path, "run", keep=5, **options)

@@ -63,14 +63,7 @@ MORE_LOADERS = [
     [*LOADERS, *(pytest.param(options, marks=pytest.mark.campaign) for options in MORE_LOADERS)],
     ids=lambda o: "-".join(str(v) for v in o.values()),
 )
-@pytest.mark.slow_but_for(
-    "cpu-shuffle",
-    "cpu-generator",
-    "cpu-iterable-2",
-    "cpu-stateful-False-2",
-    "cpu-shuffle-2-True-False",
-    "as on a GPU-shuffle",
-)
+@pytest.mark.slow_but_for("cpu-stateful-False-2", "as on a GPU-shuffle", "cpu-shuffle")
 def test_one_process(tmp_path: Path, options: dict[str, Any]) -> None:
     assert killed_and_resumed(tmp_path, [{"at": "train", "step": 27}], **options)[:2] == undisturbed(
         tmp_path, **options

@@ -720,6 +720,7 @@ def test_many_ranks_are_named_briefly(missing: list[int], text: str) -> None:
     assert f"; {text} wait for" in diagnose(ranks, 512).line
 
 
+@pytest.mark.slow
 def test_thousands_of_ranks() -> None:
     # 256 groups of 8, each one waiting: rank 1234 is stuck, its group waits for it, and all others for the group.
     world_size, stuck = 2048, 1234

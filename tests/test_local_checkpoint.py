@@ -217,7 +217,7 @@ def test_killed_with_two_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.also_as_on_gpu
-@pytest.mark.slow_but_for("cpu")
+@pytest.mark.slow
 def test_killed_with_sharded_state(tmp_path: Path) -> None:
     exactly(tmp_path, 27, 0, sharded=True, trainer={"devices": 2, "max_epochs": 2})
     names = Counter(path.stem for path in parts_in(tmp_path / "local"))
@@ -571,6 +571,18 @@ def harmed(run: Run, harm: Callable[[Path], None], expected: int, reason: str) -
 
 
 @pytest.mark.parametrize("name", HARMS)
+@pytest.mark.slow_but_for(
+    "another strategy",
+    "a link to the older",
+    "of another fit",
+    "another generation",
+    "swapped with the oldest",
+    "a pickle",
+    "a flipped bit",
+    "truncated",
+    "another world size",
+    "gone",
+)
 def test_what_has_been_harmed_is_not_resumed_from(memory: Run, name: str) -> None:
     harmed(memory, *HARMS[name])
 

@@ -192,6 +192,7 @@ def alike(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
         pytest.param(2, 6, {"validate": 4, "outer": True}, [], id="validation in between"),
     ],
 )
+@pytest.mark.slow_but_for("local SGD", "DiLoCo", "accumulated", "another callback saves")
 def test_ranks_train_apart_and_meet(
     tmp_path: Path, ranks: int, every: int, options: dict[str, Any], meet_at: list[int]
 ) -> None:
@@ -459,6 +460,7 @@ OPTIONS: dict[str, Any] = {
         ),
     ],
 )
+@pytest.mark.slow_but_for("rank 1 is killed")
 def test_a_disturbed_run_ends_as_the_undisturbed_one(
     tmp_path: Path, events: list[dict[str, Any]], options: dict[str, Any], exchanges: set[int]
 ) -> None:
@@ -503,7 +505,9 @@ def test_local_checkpoints_and_comparisons_are_behind_exchanges(tmp_path: Path) 
     events = [{"at": "train", "step": 24, "rank": 1}]
     ended, trained_on, output = killed_and_resumed(tmp_path, events, local=local, **options)
     assert (ended, trained_on) == undisturbed(tmp_path, **options)
-    assert "Resuming from step 21 (local checkpoint" in output
+    found = re.search(r"Resuming from step (\d+) \(local checkpoint", output)
+    assert found is not None, output
+    assert int(found[1]) in (5, 10, 15, 16, 21)  # the exchanges, of which the end of the epoch has one
     assert "hold" not in output
 
 

@@ -703,7 +703,7 @@ GOING_BACK = {
 @pytest.mark.also_as_on_gpu("ddp-local", "sharded-global")
 @pytest.mark.parametrize("tier", ["global", "local"])
 @pytest.mark.parametrize("options", GOING_BACK.values(), ids=GOING_BACK.keys())
-@pytest.mark.slow_but_for("cpu-ddp-local", "as on a GPU-sharded-global")
+@pytest.mark.slow_but_for("cpu-ddp-local")
 def test_ranks_go_back_together(options: dict[str, Any], tier: str, tmp_path: Path) -> None:
     """With the bad batches skipped on all ranks, the run is that of a resume."""
     local = {"every_n_train_steps": 4, "dir": str(tmp_path / "local")}
@@ -798,7 +798,7 @@ HEALTHY: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("options", some(HEALTHY, "ddp, losses", "sharded, by"))
-@pytest.mark.slow_but_for("ddp", "sharded and clipped")
+@pytest.mark.slow_but_for("ddp")
 def test_a_healthy_step_has_no_collective_more(options: dict[str, Any], tmp_path: Path) -> None:
     """Of all callbacks of the recipe ``nemo``; recorded by torch, in all of its process groups."""
     recorded = []

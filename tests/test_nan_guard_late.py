@@ -452,7 +452,7 @@ def test_ranks_that_learn_at_different_times_skip_the_same_steps(
 
 
 @pytest.mark.parametrize("late", [[6, 1], [1, 6]], ids=["rank 0 last", "rank 1 last"])
-@pytest.mark.slow_but_for("rank 0 last")
+@pytest.mark.slow
 def test_the_first_bad_step_is_to_blame_whoever_learns_of_it_first(late: list[int], tmp_path: Path) -> None:
     """One rank has seen the gradient, and the other what the step has made of the weights."""
     options = {

@@ -673,7 +673,7 @@ def life(folder: Path, points: Points) -> None:
     store.close()
 
 
-@pytest.mark.slow_but_for("memory")
+@pytest.mark.slow
 def test_killed_at_every_point(place: Path) -> None:
     def kill() -> None:
         os.kill(os.getpid(), signal.SIGKILL)

@@ -311,6 +311,7 @@ def test_what_differs_is_never_resumed_from(tmp_path: Path) -> None:
     assert ended(config) == ended(trained(tmp_path, "undisturbed", [], **options)[0])
 
 
+@pytest.mark.slow
 def test_a_global_checkpoint_counts_only_if_the_ranks_agree(tmp_path: Path) -> None:
     """And steps that were bad because of a rank's weights are not blamed on their batches."""
     options: dict[str, Any] = {
@@ -331,6 +332,7 @@ def test_a_global_checkpoint_counts_only_if_the_ranks_agree(tmp_path: Path) -> N
     assert ended(config) == ended(undisturbed)
 
 
+@pytest.mark.slow
 def test_ranks_that_never_agree(tmp_path: Path) -> None:
     """Once from the beginning, then a launched script is left to what it does; who asked for it gets an error."""
     environment = {RECIPE_VARIABLE: "workstation"}

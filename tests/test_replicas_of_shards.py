@@ -122,7 +122,7 @@ CASES: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize(("groups", "options"), CASES.values(), ids=CASES.keys())
-@pytest.mark.slow_but_for("2-1, local")
+@pytest.mark.slow
 def test_steps_are_those_of_the_run_as_it_was_begun(
     tmp_path: Path, groups: tuple[int, ...], options: dict[str, Any]
 ) -> None:

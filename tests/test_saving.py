@@ -97,6 +97,7 @@ def test_what_does_not_come_fails_the_save_and_is_gathered_from_then_on(
 
 
 @pytest.mark.parametrize("async_save", [True, pytest.param(False, marks=pytest.mark.campaign)])
+@pytest.mark.slow
 def test_a_rank_that_dies_before_it_has_sent_is_not_waited_for(tmp_path: Path, async_save: bool) -> None:
     fails = [{"rank": 1, "what": SEND, "call": 3, "do": "SIGKILL"}]
     constants = {f"{own_state.__name__}:_PATIENCE_S": 3.0}
