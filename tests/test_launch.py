@@ -862,6 +862,8 @@ def test_whoever_reads_a_report_may_stop_at_any_line(launcher: Launcher) -> None
         ([], "required: SCRIPT"),
         (["--grace-perod=5", "script.py"], "there is no option --grace-perod; did you mean --grace-period?"),
         (["--frobnicate", "5", "script.py"], "there is no option --frobnicate\n"),
+        (["--run-dir=", "script.py"], "argument --run-dir: it is empty; the current folder is '.'\n"),
+        (["--local-dir", "", "script.py"], "argument --local-dir: it is empty; the current folder is '.'\n"),
         (["--on-event=no-such-program", "script.py"], "--on-event: there is no program no-such-program"),
         (
             ["--prometheus=run.txt", "script.py"],

@@ -74,7 +74,7 @@ LINES: list[dict[str, Any]] = [
 def test_what_a_ledger_says() -> None:
     found = figures_of(history_of(LINES))
     assert {name: series[""] for name, series in found.items() if list(series) == [""]} == {
-        **{"worker_starts": 2, "ranks": 2, "lost_steps": 40, "safe_step": 110, "excluded_nodes": 0},
+        **{"worker_starts": 2, "ranks": 2, "lost_steps": 40, "safe_step": 100, "excluded_nodes": 0},
         **{"restarts_used": 0, "restarts_left": 3, "job_retries_left": 2},
         **{"bad_steps": 1, "rollbacks": 1, "failed_saves": 1},
     }

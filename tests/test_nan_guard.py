@@ -785,6 +785,34 @@ def test_the_last_step_of_one_rank_ends_all(tmp_path: Path) -> None:
     assert set(codes) == {0}, text
 
 
+@pytest.mark.slow_but_for("1")
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_fit_whose_last_steps_are_all_bad_has_not_finished(tmp_path: Path, devices: int) -> None:
+    """As many as it would go back for; and where it has gone back as often as it may, that is the end."""
+    config = make(
+        tmp_path,
+        "run",
+        callbacks=["auto_resume", "nan_guard"],
+        nan_guard={"max_consecutive": 3, "max_rollbacks": 1},
+        trainer={"devices": devices},
+        spoils=[{"step": step, "what": "loss", "rank": 0} for step in (45, 46, 47)],
+    )
+    codes, text = run(config, tmp_path / "run")
+    assert set(codes) == {1}, text
+    assert "the last 3 steps were bad; started again, the run skips its batches" in text
+    codes, text = run(config, tmp_path / "run")
+    assert set(codes) == {0}, text
+    (tmp_path / "final").mkdir()
+    final = {
+        **config,
+        "run_dir": str(tmp_path / "final" / "run"),
+        "nan_guard": {"max_consecutive": 3, "max_rollbacks": 0},
+    }
+    codes, text = run(final, tmp_path / "final")
+    assert set(codes) == {1}, text
+    assert "the last steps were bad; the run has gone back 0 times" in text
+
+
 # -- what a healthy step costs the ranks -------------------------------------------------------------------------------
 
 HEALTHY: dict[str, dict[str, Any]] = {

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from lightning_resilience.checkpoint import checkpoint_file, dcp
-from lightning_resilience.run.run_directory import RunDirectory
+from lightning_resilience.run.run_directory import CHECKPOINT_NAME, RunDirectory
 
 log = logging.getLogger(__name__)
-
-_NAME = re.compile(r"step-(\d+)(-final)?\.ckpt")
 
 
 def checkpoint_name(step: int, final: bool = False) -> str:
@@ -29,7 +26,7 @@ def checkpoints(directory: str | os.PathLike[str]) -> list[Path]:
         entries = list(Path(directory).iterdir())
     except FileNotFoundError:
         return []
-    found = [(int(name[1]), bool(name[2]), path) for path in entries if (name := _NAME.fullmatch(path.name))]
+    found = [(int(name[1]), bool(name[2]), path) for path in entries if (name := CHECKPOINT_NAME.fullmatch(path.name))]
     return [path for _, _, path in sorted(found, reverse=True)]
 
 
@@ -39,14 +36,14 @@ def step_of(path: str | os.PathLike[str]) -> int:
     Raises:
         ValueError: If ``path`` is not named like a checkpoint of ours.
     """
-    if (match := _NAME.fullmatch(Path(path).name)) is None:
+    if (match := CHECKPOINT_NAME.fullmatch(Path(path).name)) is None:
         raise ValueError(f"{path} is not named like a checkpoint (step-000000000012.ckpt)")
     return int(match[1])
 
 
 def is_final(path: str | os.PathLike[str]) -> bool:
     """Whether a checkpoint is the last state of a finished fit, by its name."""
-    return (match := _NAME.fullmatch(Path(path).name)) is not None and match[2] is not None
+    return (match := CHECKPOINT_NAME.fullmatch(Path(path).name)) is not None and match[2] is not None
 
 
 def verify(

@@ -152,11 +152,20 @@ class CheckpointSelector:
         if zero:
             if finished or paths or generations or os.path.lexists(fit.folder.quarantine):
                 log.warning("No checkpoint in %s can be used; this fit starts from the beginning.", fit.folder.path)
+            elif (gone := self._saved_once()) is not None:
+                what = "The checkpoints of %s are gone, the newest was of step %d; this fit starts from the beginning."
+                log.warning(what, fit.folder.path, gone)
             elif fit.previous_outcome is not None:
                 log.info("Nothing was saved yet in %s; this fit starts from the beginning.", fit.folder.path)
             else:
                 log.info("Nothing to resume from in %s: a fresh start.", fit.folder.path)
             fit.ledger.record(Fresh(fit=fit.index))
+        return None
+
+    def _saved_once(self) -> int | None:
+        """The newest step of this fit that was saved to the run directory, as far as is known."""
+        with contextlib.suppress(OSError):
+            return read_history(self._fit.run.ledger).safe_step(fit=self._fit.index) if self.uses_global else None
         return None
 
     def newest(self, until: int, or_begin: bool, only_global: bool = False) -> Choice | None:

@@ -351,10 +351,13 @@ class NumericsPolicy(Participant):
         session = self.session
         self._collect_results()
         windows, is_lost = self._bad_windows()
-        if is_lost:
-            if session.fit.rank == 0:
-                self._count(windows[-1].step, windows, True)
-            self._end("a step of the last ones was bad; started again, the run skips its batches", is_final=False)
+        too_many = self._follows() == _ROLL_BACK and self._consecutive >= self._options.max_consecutive
+        if is_lost or any(session.fit.gather(too_many and self._options.rerun != "validate_results")):
+            times = session.fit.from_rank_0(lambda: self._count(windows[-1].step, windows, True))
+            if times > self._options.max_rollbacks:
+                self._end(f"the last steps were bad; the run has gone back {self._options.max_rollbacks} times")
+            what = "a step of the last ones was" if is_lost else f"the last {len(windows)} steps were"
+            self._end(f"{what} bad; started again, the run skips its batches", is_final=False)
         if self._skips and not session.saver.may_save(session.fit.folder.checkpoints):
             self._end("the final state is not finite; started again, the run goes on from an older one", is_final=False)
         return self._awaits_answer and self._options.rerun == "validate_results"

@@ -210,6 +210,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     if unknown:
         name = unknown[0].partition("=")[0]
         known = difflib.get_close_matches(name, _options_of(options.parser), n=1)
+        if not name.startswith("-"):
+            options.parser.error(f"there is an argument too many: {name}")
         options.parser.error(f"there is no option {name}" + (f"; did you mean {known[0]}?" if known else ""))
     if options.action == "launch" or options.action in _SCHEDULERS:
         # One argument for both, or argparse would take the first "--" of the script's for its own.
@@ -246,7 +248,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     launch.add_argument(
         "--run-dir",
-        type=Path,
+        type=_path,
         help="identity of the run, on storage that all nodes share (default: one for each script with its arguments, "
         "runs/SCRIPT-HASH)",
     )
@@ -291,7 +293,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     launch.add_argument(
         "--local-dir",
-        type=Path,
+        type=_path,
         metavar="DIR",
         help="directory of the local checkpoints, on storage of each node's own (default: node memory)",
     )
@@ -400,7 +402,7 @@ def _parser() -> argparse.ArgumentParser:
         help="show the jobs of a run, its last safe step and the rest of its budget",
         description="Prints a line for every job or launch of a run, and its current state.",
     )
-    looked.add_argument("run_dir", metavar="RUN_DIR", help="or a folder of runs: then as list")
+    looked.add_argument("run_dir", type=_not_empty, metavar="RUN_DIR", help="or a folder of runs: then as list")
 
     listed = actions.add_parser(
         "list",
@@ -408,14 +410,16 @@ def _parser() -> argparse.ArgumentParser:
         description="Prints a line for every run in a folder, up to three levels down: state, furthest step, goodput, "
         "interruptions, when it was active and its job. Those that were active last come first.",
     )
-    listed.add_argument("run_dir", nargs="?", default=".", metavar="FOLDER", help="default: the current folder")
+    listed.add_argument(
+        "run_dir", type=_not_empty, nargs="?", default=".", metavar="FOLDER", help="default: the current folder"
+    )
 
     shown = actions.add_parser(
         "report",
         help="show what happened to a run",
         description="Prints goodput and losses of a run, its worst interruptions and its timeline.",
     )
-    shown.add_argument("run_dir", metavar="RUN_DIR")
+    shown.add_argument("run_dir", type=_not_empty, metavar="RUN_DIR")
     shown.add_argument("--html", metavar="FILE", help="write it as a page with charts, which needs no server")
     settings = "; ".join(f"{name}: {setting.meaning}" for name, setting in SETTINGS.items())
     shown.add_argument(
@@ -429,7 +433,7 @@ def _parser() -> argparse.ArgumentParser:
         help="show what ranks have written, also while they run",
         description="Prints the log of a rank, or of all: what they have written to stdout and stderr.",
     )
-    logged.add_argument("run_dir", metavar="RUN_DIR")
+    logged.add_argument("run_dir", type=_not_empty, metavar="RUN_DIR")
     logged.add_argument(
         "-f", "--follow", action="store_true", help="go on with what comes, over restarts, until the run ends"
     )
@@ -441,7 +445,7 @@ def _parser() -> argparse.ArgumentParser:
         help="show the hangs of a run: which rank, where, and which ranks waited for it",
         description="Lists the hangs of a run, and shows one of them rank by rank.",
     )
-    diagnosed.add_argument("run_dir", metavar="RUN_DIR")
+    diagnosed.add_argument("run_dir", type=_not_empty, metavar="RUN_DIR")
     diagnosed.add_argument("--number", type=_count, metavar="N", help="hang to show (default: the newest)")
 
     watched = actions.add_parser(
@@ -450,7 +454,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Shows the ranks of a run until interrupted: those of this node, and whether they answer; those of "
         "other nodes as they were up to half a minute ago. The ranks are not slowed down.",
     )
-    watched.add_argument("run_dir", metavar="RUN_DIR")
+    watched.add_argument("run_dir", type=_not_empty, metavar="RUN_DIR")
     watched.add_argument(
         "--interval", type=_seconds, default=1.0, metavar="SECONDS", help="refresh interval (default: %(default)g)"
     )
@@ -463,7 +467,7 @@ def _parser() -> argparse.ArgumentParser:
         "generations. Nothing is changed.",
         epilog="exit code: 0 if all is intact, 1 if anything is damaged or there is nothing",
     )
-    inspected.add_argument("path", metavar="PATH")
+    inspected.add_argument("path", type=_not_empty, metavar="PATH")
     cleaned = actions.add_parser(
         "clean",
         help="remove what runs have left and nobody needs",
@@ -472,11 +476,16 @@ def _parser() -> argparse.ArgumentParser:
         epilog="exit code: 1 if something could not be removed",
     )
     cleaned.add_argument(
-        "run_dir", nargs="?", default=".", metavar="RUN_DIR", help="or a folder of runs (default: the current folder)"
+        "run_dir",
+        type=_not_empty,
+        nargs="?",
+        default=".",
+        metavar="RUN_DIR",
+        help="or a folder of runs (default: the current folder)",
     )
     cleaned.add_argument("--yes", action="store_true", help="remove without asking")
     cleaned.add_argument(
-        "--local-dir", type=Path, metavar="DIR", help="the --local-dir of the launches, if they had one"
+        "--local-dir", type=_path, metavar="DIR", help="the --local-dir of the launches, if they had one"
     )
     for name in ("launch", *_SCHEDULERS):
         action = actions.choices[name]
@@ -735,6 +744,16 @@ def _nodes(text: str) -> str:
     if match is None or (match[2] and int(match[2]) < int(match[1])):
         raise argparse.ArgumentTypeError(f"{text!r} is neither a number of at least 1 nor MIN:MAX")
     return text
+
+
+def _not_empty(text: str) -> str:
+    if not text:  # of a variable that is not set; pathlib would take it for the current folder
+        raise argparse.ArgumentTypeError("it is empty; the current folder is '.'")
+    return text
+
+
+def _path(text: str) -> Path:
+    return Path(_not_empty(text))
 
 
 def _seconds(text: str) -> float:

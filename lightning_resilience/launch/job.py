@@ -533,7 +533,7 @@ class Launch:
 
     def _describe(self) -> None:
         history = self._history.now()
-        events, step = list(history.events), history.verified_step  # before this launch
+        events, step = list(history.events), history.safe_step(self._run_directory)  # before this launch
         found, edited = self._changed()
         self._is_resumed = self._asks_for_nothing_new()
         if self._launch_was_killed(history):

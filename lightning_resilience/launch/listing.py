@@ -164,7 +164,7 @@ def _folded(path: Path) -> dict[str, Any]:
         "is_ongoing": is_ongoing,
         "fit": fit,
         "step": reached or history.verified_step,
-        "safe_step": history.verified_step,
+        "safe_step": history.safe_step(RunDirectory(path)),
         "goodput": goodput.goodput if is_known else None,
         "ettr": goodput.ettr if is_known else None,
         "interruptions": len(goodput.interruptions),

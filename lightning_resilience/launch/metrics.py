@@ -165,7 +165,7 @@ def measure(
         "goodput": goodput.goodput if goodput.ranks else math.nan,
         "ettr": goodput.ettr if goodput.ranks else math.nan,
         "ranks": starts[-1].world_size if starts else None,
-        "safe_step": history.verified_step,
+        "safe_step": history.safe_step(),
         "progress_age": max(ages, default=None),
     }
     return found | {name: {"": value} for name, value in known.items() if value is not None and math.isfinite(value)}

@@ -127,7 +127,7 @@ class Notices:
         """The names of what an event is, and messages."""
         match event:
             case LaunchStart():
-                step = history.verified_step
+                step = history.safe_step()
                 killed = "; the launcher before was killed" if isinstance(before, LauncherKilled) else ""
                 yield "run_began", ("new run" if step is None else f"continuing, step {step} is safe") + killed
             case WorkersStart() if event.restart_count in growths(history.of(RanksReplaced), event.elastic_run_id):

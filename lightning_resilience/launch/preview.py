@@ -21,6 +21,7 @@ from lightning_resilience.launch.json_output import to_json
 from lightning_resilience.launch.schedulers import current_scheduler
 from lightning_resilience.run import deadlines
 from lightning_resilience.run.events import WorkersStart
+from lightning_resilience.run.run_directory import RunDirectory
 
 _SHOWN = re.compile(r"(LIGHTNING_RESILIENCE|NCCL|GLOO|WANDB|CUDA|OMP|TORCH|PYTORCH|TORCHELASTIC|SLURM_JOB)_\w+")
 _SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSWORD")
@@ -57,7 +58,7 @@ def _content(settings: LaunchSettings, batch_script: str | None) -> dict[str, An
     return {
         "would": would,
         "run_dir": str(settings.run_dir),
-        "safe_step": history.verified_step,
+        "safe_step": history.safe_step(RunDirectory(settings.run_dir)),
         "starts": len(history.of(WorkersStart)),
         "changes": preview.changes or None,
         "script": settings.command,

@@ -45,7 +45,7 @@ def progress_line(history: History) -> str:
     Args:
         history: The run's history.
     """
-    step, failures, retries = history.verified_step, history.failures.in_job, history.failures.job_retries
+    step, failures, retries = history.safe_step(), history.failures.in_job, history.failures.job_retries
     words = ["no step safe yet" if step is None else f"step {step} safe"]
     budget = budget_of(history)
     if failures:
@@ -147,7 +147,7 @@ def _content(run_dir: Path) -> dict[str, Any]:
         "command": None if launch is None else launch.command,
         "is_ongoing": is_ongoing,
         "now": state,
-        "safe_step": history.verified_step,
+        "safe_step": history.safe_step(RunDirectory(run_dir)),
         "local_saves": _local_saves(history),
         "restarts": budget and budget.in_job_restarts,
         "restarts_left": budget and max(0, budget.in_job_restarts - failures.in_job),

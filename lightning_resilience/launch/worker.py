@@ -257,7 +257,7 @@ def _end_if_restarts_are_spent(run_directory: RunDirectory, rank: int) -> None:
 def _record_start(run_directory: RunDirectory, ledger: Ledger) -> None:
     run_directory.forget_outcome()
     history = read_history(run_directory.ledger)
-    info, step = job_info(), history.verified_step
+    info, step = job_info(), history.safe_step(run_directory)
     ledger.record(
         WorkersStart(
             attempt=run_directory.claim(),  # from here on no process of an earlier attempt can publish anything

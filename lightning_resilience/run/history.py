@@ -38,6 +38,7 @@ from lightning_resilience.run.events import (
 )
 from lightning_resilience.run.failures import Failure, RepeatedMistake, first_cause, growths, is_late, recurrence
 from lightning_resilience.run.ledger import Ledger, read_ledger
+from lightning_resilience.run.run_directory import RunDirectory
 
 EXCLUDE_THIS_NODE = "exclude_this_node"
 """The action of a :class:`.WorkloadRequest` to go on without the node that asks."""
@@ -66,6 +67,7 @@ class History:
         self.failures = FailureCounts()
         self._mistake = RepeatedMistake()
         self._highest: dict[int, int] = {}  # verified step of each fit
+        self._safe: dict[int, int] = {}  # the same of those in the run directory
         self._fits: set[int | None] = set()  # begun without launcher; no process begins the same one twice
         self._run_id: str | None = None  # of the last job
         self._to_avoid: set[str] = set()
@@ -80,6 +82,8 @@ class History:
             fit, step = verified
             if has_advanced := step > self._highest.get(fit, -1):
                 self._highest[fit] = step
+            if not isinstance(event, Resumed):
+                self._safe[fit] = max(step, self._safe.get(fit, -1))
         self._allocate(event, before, has_advanced)
         self.failures.add(event, verified, has_advanced)
         self._mistake.add(event)
@@ -110,8 +114,24 @@ class History:
 
     @property
     def verified_step(self) -> int | None:
-        """The highest verified step of the last fit that has one."""
+        """The highest verified step of the last fit that has one; once it was resumed from, that of a node counts."""
         return max(self._highest.items())[1] if self._highest else None
+
+    def safe_step(self, run: RunDirectory | None = None, fit: int | None = None) -> int | None:
+        """The step of the newest checkpoint in the run directory, of the last fit that has one.
+
+        Args:
+            run: The run directory, to look whether it is still there; default: what the ledger says is taken for true.
+            fit: Number of the fit; default: the last one that has a checkpoint.
+        """
+        known = self._safe if fit is None else {number: step for number, step in self._safe.items() if number == fit}
+        if not known:
+            return None
+        number, step = max(known.items())
+        steps = run.steps_saved(number) if run is not None else None
+        if steps is None:
+            return step
+        return max((each for each in steps if each <= step), default=None)
 
     @property
     def last_save_s(self) -> float | None:

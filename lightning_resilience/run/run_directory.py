@@ -250,6 +250,9 @@ def _identity(record: dict[str, Any] | None) -> str | None:
     return found if isinstance(found, str) and re.fullmatch(r"[0-9a-f]{16}", found) else None
 
 
+CHECKPOINT_NAME = re.compile(r"step-(\d+)(-final)?\.ckpt")
+"""The name of a checkpoint: its step, and whether it is the last state of a finished fit."""
+
 LAUNCHED = "launch"
 """The job of all that ``lightning-resilience launch`` starts, on any node: the launches keep order among themselves."""
 
@@ -286,6 +289,17 @@ class RunDirectory:
     def fits(self) -> list[FitDirectory]:
         """The folders of all fits that have begun, in order."""
         return [FitDirectory(path) for path in sorted(self.path.glob("fit-[0-9]*"))]
+
+    def steps_saved(self, fit: int) -> list[int] | None:
+        """The steps of the checkpoints of a fit, by their names; ``None`` if that is not known here."""
+        folder = self.fit(fit)
+        try:
+            names = os.listdir(folder.checkpoints)
+        except FileNotFoundError:
+            return [] if folder.path.is_dir() else None
+        except OSError:
+            return None
+        return [int(match[1]) for match in map(CHECKPOINT_NAME.fullmatch, names) if match is not None]
 
     @property
     def outcome(self) -> Outcome | None:
