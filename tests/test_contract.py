@@ -7,6 +7,7 @@ import functools
 import importlib
 import inspect
 import io
+import logging
 import os
 import pickle
 import pkgutil
@@ -30,7 +31,7 @@ from lightning.pytorch.cli import LightningCLI
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_resilience
-from lightning_resilience import callbacks, signals
+from lightning_resilience import AutoResume, NaNGuard, callbacks, signals
 from lightning_resilience._lightning.lightning_callbacks import ResilienceCallback
 from lightning_resilience.fit import joining, session
 from lightning_resilience.fit.numerics_policy import StepCounts
@@ -439,6 +440,35 @@ def test_two_trainers(cls: type[Any], undisturbed: str) -> None:
     callback = cls()
     assert fitted(callback) == undisturbed
     assert fitted(callback) == undisturbed
+
+
+class Acts(lightning.pytorch.Callback):
+    """Which callbacks of this package have a part in the fit."""
+
+    def __init__(self) -> None:
+        self.found: list[Any] = []
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        ours = [each for each in trainer.callbacks if isinstance(each, ResilienceCallback)]
+        self.found = [each for each in ours if each._participant is not None]
+
+
+@each
+def test_of_two_the_last_one_acts(cls: type[Any], undisturbed: str, caplog: pytest.LogCaptureFixture) -> None:
+    """It was added to those of a recipe, with options of its own."""
+    first, last, acts = cls(), cls(), Acts()
+    assert fitted(first, last, acts) == undisturbed
+    assert acts.found == [last]
+    assert "acts in place of" not in caplog.text  # they are alike
+
+
+def test_it_is_said_which_of_two_that_differ_acts(place: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    first, last, acts = NaNGuard(), NaNGuard(action="stop"), Acts()
+    fitted(first, AutoResume(), last, acts)
+    assert last in acts.found
+    assert first not in acts.found
+    assert f"{last!r} acts in place of {first!r}" in caplog.text
 
 
 @each

@@ -20,6 +20,7 @@ from lightning_resilience.run.events import (
     Fault,
     FitInterrupted,
     JobStart,
+    Killed,
     LauncherKilled,
     LaunchExit,
     LaunchStart,
@@ -277,6 +278,14 @@ def test_time_between_two_launches(between: list[Event], expected: dict[str, flo
 def test_without_launcher_nobody_knows_what_was_between() -> None:
     found = account([spent(0, 60, 60, elastic_run_id=None), spent(100, 140, 140, elastic_run_id=None)])
     assert of_one(found) == {"productive": 100, "idle": 40}
+
+
+def test_without_launcher_who_was_killed_has_died_where_it_was_recorded() -> None:
+    first, second = (spent(at, at + 40, at + 40, elastic_run_id=None) for at in (0, 100))
+    of_none = dict.fromkeys(("fit", "elastic_run_id", "restart_count", "step", "worker", "signal"))
+    killed = Killed(time=41, rank=0, node="n1", reason="rank 0 was killed by SIGKILL", **of_none)
+    found = account([first, killed, second])
+    assert [(each.time < 100, each.cause) for each in found.interruptions] == [(True, "killed")]
 
 
 def test_the_elastic_launcher_alone() -> None:

@@ -399,6 +399,25 @@ def test_the_outcome_of_a_run_without_our_launcher_is_that_of_its_last_fit(tmp_p
     assert "Outcome: finished (all epochs are done)" in report(run_dir)
 
 
+def test_a_launch_says_how_a_run_has_ended_whose_workers_could_not(tmp_path: Path) -> None:
+    ended = {"event": "exit", "rank": None, "status": "interrupted", "exit_code": 75, "reason": "told to stop twice"}
+    begun = {"event": "start", "elastic_run_id": "a", "restart_count": 0}
+    assert "Outcome: interrupted (told to stop twice)" in report(ledger_of(tmp_path, begun, ended))
+    assert "Outcome: none; running, or killed." in report(ledger_of(tmp_path, begun, ended, begun))
+
+
+def test_a_start_that_only_says_that_it_is_in_vain_is_no_interruption(tmp_path: Path) -> None:
+    fault = {"event": "fault", "rank": 0, "kind": "ValueError", "reason": "ValueError: on purpose"}
+    start = {"event": "start", "elastic_run_id": "job"}
+    halted = {"event": "outcome", "rank": 0, "status": "halted", "reason": "ValueError: on purpose, twice"}
+    events = [
+        *({**start, "restart_count": 0}, fault, {**start, "restart_count": 1}, fault, {**start, "restart_count": 2}),
+        *(halted, {"event": "exit", "rank": None, "status": "halted", "reason": "ValueError: on purpose, twice"}),
+    ]
+    found = interruptions(read_history(ledger_of(tmp_path, *events) / "ledger").events)
+    assert [each.reason for each in found] == ["ValueError: on purpose"] * 2
+
+
 def test_a_run_without_our_launcher_has_interruptions_too(tmp_path: Path) -> None:
     events = [event for event in STORY if event["event"] in ("fresh", "saved", "fault", "resumed", "finished")]
     found = interruptions(read_history(ledger_of(tmp_path, *events) / "ledger").events)

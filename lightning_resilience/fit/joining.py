@@ -125,17 +125,21 @@ def _join(callback: SessionCallback, trainer: Trainer, module: LightningModule, 
 
     Returns:
         The session; ``None`` where the callback stays passive: outside of ``fit``, in ``fast_dev_run`` and
-        ``barebones``, in the fit of a Tuner's search, in a Trainer inside another Trainer's fit, and where another
-        callback of the same class acts in this Trainer.
+        ``barebones``, in the fit of a Tuner's search, in a Trainer inside another Trainer's fit, and where a later
+        callback of the same class acts in this Trainer, or the user's in place of an injected one.
     """
     global _active
     if stage != "fit" or _is_passive(trainer):
         return None
     kind: type[SessionCallback] = next(cls for cls in type(callback).__mro__ if SessionCallback in cls.__bases__)
     same_kind = [other for other in lightning_callbacks.callbacks(trainer) if isinstance(other, kind)]
-    # One acts: the user's, if there is one. There may be several injected ones, since a list of callbacks that is used
-    # for a second Trainer still holds those of the first.
-    if callback is not min(same_kind, key=lambda other: other._injected):
+    # One acts: the user's, if there is one, and of several the last: it was added to those of a recipe. There may be
+    # several injected ones, since a list of callbacks that is used for a second Trainer still holds those of the first.
+    of_user = [other for other in same_kind if not other._injected]
+    acts = of_user[-1] if of_user else same_kind[0]
+    if callback is not acts:
+        if not callback._injected and repr(callback) != repr(acts) and trainer.is_global_zero:
+            log.info("%r acts in place of %r, which comes before it.", acts, callback)
         return None
     if foreign := lightning_callbacks.callbacks_named(trainer, *kind._same_as):
         theirs = f"{type(foreign[0]).__module__}.{type(foreign[0]).__name__}"

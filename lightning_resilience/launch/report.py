@@ -18,7 +18,7 @@ from lightning_resilience.launch.json_output import to_json
 from lightning_resilience.launch.status import now
 from lightning_resilience.run import time_account
 from lightning_resilience.run.advice import Advice, advice
-from lightning_resilience.run.events import BatchesLeftOut, Event, TimeSpent
+from lightning_resilience.run.events import BatchesLeftOut, Event, LaunchExit, TimeSpent, WorkersStart
 from lightning_resilience.run.failures import recurrence
 from lightning_resilience.run.figures import figures_of
 from lightning_resilience.run.goodput import PART_OF, PARTS, Goodput, InterruptionCost, account
@@ -153,6 +153,9 @@ def _outcome(run_directory: RunDirectory, history: History) -> Outcome | None:
     outcome, last = run_directory.outcome, history.allocations[-1:]
     if outcome is None and last and not last[0].launched and last[0].exit is not None and run_directory.fits:
         return run_directory.fits[-1].outcome  # without our launcher only the fits have one
+    exits = history.since(WorkersStart, LaunchExit) if outcome is None else []
+    if exits and isinstance(exits[0], LaunchExit):  # the workers could not say it
+        return Outcome.of({"status": exits[0].status, "reason": exits[0].reason or ""})
     return outcome
 
 

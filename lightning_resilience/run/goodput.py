@@ -516,7 +516,11 @@ def _groups(events: Iterable[Event], running: Iterable[TimeSpent]) -> list[_Grou
         group.killed += event.ranks or () if event.killed else ()
         with suppress(IndexError, TypeError):  # not as this package writes it
             group.processes |= {rank: _process(event, index, is_kept) for index, rank in enumerate(event.ranks or ())}
-    of_start = {(each.elastic_run_id, each.restart_count, each.node): groups[key] for key, each in of_processes}
+    of_start: dict[object, _Group] = {
+        (each.elastic_run_id, each.restart_count, each.node): groups[key]
+        for key, each in of_processes
+        if each.elastic_run_id is not None  # all starts without a launcher would be the same one
+    }
     for change in events:
         if isinstance(change, RanksReplaced) and change.ranks == []:
             grown = of_start.get((change.elastic_run_id, change.restart_count, change.node))

@@ -21,6 +21,7 @@ from lightning_resilience.run.events import (
     RanksReplaced,
     Resumed,
     Saved,
+    ScriptOutcome,
     StragglersReplaced,
     StragglerStop,
     WorkersStart,
@@ -147,6 +148,9 @@ def _was_interrupted(before: list[Event], after: list[Event]) -> bool:
     if not isinstance(before[0], WorkersStart):  # without our launcher the end of the script is not recorded
         last = [event for event in before if isinstance(event, _FIT_STATES)][-1]
         return not isinstance(last, Finished) and (bool(after) or isinstance(last, (Fault, FitInterrupted)))
+    is_halted = any(isinstance(event, ScriptOutcome) and event.status == "halted" for event in before)
+    if is_halted and not any(isinstance(event, (Fault, FitHalted, Fresh, Resumed)) for event in before):
+        return False  # started by the elastic launcher, only to say that it would be in vain
     is_running = not after and not exits and not any(isinstance(event, JobFailed) for event in before)
     return not is_running and not any(event.status == "finished" for event in exits)
 

@@ -125,10 +125,11 @@ class Outcome:
     @staticmethod
     def read(path: str | os.PathLike[str]) -> Outcome | None:
         """The outcome at ``path``, or ``None`` if there is none that can be read."""
-        return Outcome._of(read_json(path))
+        return Outcome.of(read_json(path))
 
     @staticmethod
-    def _of(content: dict[str, Any] | None) -> Outcome | None:
+    def of(content: dict[str, Any] | None) -> Outcome | None:
+        """What was written down of one; ``None`` if it is none."""
         if content is None or content.get("status") not in get_args(Status):
             return None
         step, attempt, written, details = (content.get(key) for key in ("step", "attempt", "time", "details"))
@@ -214,7 +215,7 @@ class FitDirectory:
             OSError: If that cannot be done, or read.
         """
         self.create()
-        return Outcome._of(load_json(self.path / "outcome.json"))
+        return Outcome.of(load_json(self.path / "outcome.json"))
 
     @property
     def bad_checkpoints(self) -> dict[str, str]:
