@@ -295,14 +295,14 @@ def _first_of(*reasons: Callable[[], str | None]) -> Callable[[], str | None]:
 # -- this node ---------------------------------------------------------------------------------------------------------
 
 
-def _of_node(runs: Collection[_Run], local_dir: Path | None, found: Found) -> None:
+def _of_node(runs: Collection[_Run], local_dir: Path | None, found: Found, with_others: bool) -> None:
     """What has been left on this node: by the runs, by runs that are gone, and by killed processes."""
     by_name = {run.name: run for run in runs if run.name is not None}
-    for base in map(_resolved, memory_bases()):
-        for folder in _own(base, "*/*"):
-            _of_run_folder(folder, by_name.get(folder.name), found)
+    folders = [folder for base in map(_resolved, memory_bases()) for folder in _own(base, "*/*")]
     if local_dir is not None:  # perhaps on storage that nodes share
-        for folder in _own(_resolved(base_folder(local_dir)), f"{escape(os.uname().nodename)}/*"):
+        folders += _own(_resolved(base_folder(local_dir)), f"{escape(os.uname().nodename)}/*")
+    for folder in folders:
+        if with_others or folder.name in by_name:
             _of_run_folder(folder, by_name.get(folder.name), found)
     for own in map(_resolved, own_directories()):
         for folder in abandoned(own) if _is_own(own) else []:
@@ -402,11 +402,12 @@ def find_leftovers(folder: str | os.PathLike[str], local_dir: Path | None = None
     """What the runs below a folder have left in their run directories and on this node, and runs that are gone here.
 
     Args:
-        folder: The folder, or one run directory.
+        folder: The folder, or one run directory: then no local checkpoints of other runs.
         local_dir: The folder of local checkpoints that they were given, if any.
     """
     found, runs = Found(), []
-    for path in runs_below(Path(folder).absolute())[0]:
+    below = runs_below(Path(folder).absolute())[0]
+    for path in below:
         try:
             runs.append(_Run.read(path))
         except Exception as error:  # damaged: nothing in it is touched
@@ -417,7 +418,7 @@ def find_leftovers(folder: str | os.PathLike[str], local_dir: Path | None = None
             found.kept.append((run.path, why))
         else:
             _of_run(run, found)
-    _of_node(runs, local_dir, found)
+    _of_node(runs, local_dir, found, with_others=below != [Path(folder).absolute()])
     return found
 
 

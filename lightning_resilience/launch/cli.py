@@ -471,8 +471,9 @@ def _parser() -> argparse.ArgumentParser:
     cleaned = actions.add_parser(
         "clean",
         help="remove what runs have left and nobody needs",
-        description="Lists what the runs in a folder have left, in their directories and on this node, and why it is "
-        "safe to remove; then asks. Nothing is touched of a run that is in use, nor its ledger and good checkpoints.",
+        description="Lists what the runs in a folder have left, in their directories and on this node, and runs that "
+        "are gone, and why it is safe to remove; then asks. With one run directory, no checkpoints of other runs. "
+        "Nothing is touched of a run that is in use, nor its ledger and good checkpoints.",
         epilog="exit code: 1 if something could not be removed",
     )
     cleaned.add_argument(
