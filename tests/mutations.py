@@ -637,8 +637,8 @@ GUARDS = [
     Guard(
         "a copy that somebody keeps of a checkpoint is none of the run",
         "checkpoint/resume.py",
-        "(name := _NAME.fullmatch(path.name))",
-        "(name := _NAME.match(path.name))",
+        "(name := CHECKPOINT_NAME.fullmatch(path.name))",
+        "(name := CHECKPOINT_NAME.match(path.name))",
         "tests/test_auto_resume.py::test_only_what_is_named_as_a_checkpoint_is_one",
     ),
     Guard(
@@ -1535,6 +1535,41 @@ GUARDS = [
         "if None not in places or is_enough:",
         "if None not in places:",
         "tests/test_elastic_nodes.py::test_a_run_that_has_a_state_does_not_wait_for_all_nodes",
+    ),
+    Guard(
+        "of two callbacks of a kind the last one acts",
+        "fit/joining.py",
+        "acts = of_user[-1] if of_user else same_kind[0]",
+        "acts = of_user[0] if of_user else same_kind[0]",
+        "tests/test_contract.py::test_of_two_the_last_one_acts",
+    ),
+    Guard(
+        "what was resumed from node memory is not safe",
+        "run/history.py",
+        "            if not isinstance(event, Resumed):\n                self._safe",
+        "            if True:\n                self._safe",
+        "tests/test_monitoring.py::test_what_a_ledger_says",
+    ),
+    Guard(
+        "checkpoints that are gone are not safe",
+        "run/history.py",
+        "        if steps is None:\n            return step\n",
+        "        return step\n",
+        "tests/test_auto_resume.py::test_checkpoints_that_are_gone_are_missed_and_no_longer_safe",
+    ),
+    Guard(
+        "a fit whose last steps are all bad has not finished",
+        "fit/numerics_policy.py",
+        "        if is_lost or any(session",
+        "        if is_lost and any(session",
+        "tests/test_nan_guard.py::test_a_fit_whose_last_steps_are_all_bad_has_not_finished[1]",
+    ),
+    Guard(
+        "a stop that one rank was asked for outlasts the loss of another",
+        "launch/membership.py",
+        "            self.is_stopping = True\n            self.stop()\n",
+        "            self.stop()\n",
+        "tests/test_elastic_nodes.py::test_a_stop_of_one_rank_is_not_forgotten_when_another_one_is_lost",
     ),
 ]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import os
+import re
 import shutil
 import signal
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from lightning_resilience import AutoResume, resolve_resume_path
 from lightning_resilience._files import temporary_path
 from lightning_resilience.checkpoint import checkpoint_file, resume
 from lightning_resilience.checkpoint.safe_serialization import Entries, from_safe, to_safe
+from lightning_resilience.launch.status import status
 from lightning_resilience.run.run_directory import RunDirectory
 from tests.harness import result, run
 from tests.ledgers import read_ledger
@@ -89,6 +91,20 @@ def test_a_checkpoint_that_does_not_verify_is_quarantined(tmp_path: Path, damage
     quarantine = RunDirectory(config["run_dir"]).fit(0).quarantine
     assert any(path.name.startswith(newest.name) for path in quarantine.iterdir())
     assert any(event["event"] == "quarantined" for event in read_ledger(RunDirectory(config["run_dir"]).ledger))
+    assert result(config) == undisturbed(tmp_path)[0]
+
+
+def test_checkpoints_that_are_gone_are_missed_and_no_longer_safe(tmp_path: Path) -> None:
+    config = killed(tmp_path)
+    run_directory = RunDirectory(config["run_dir"])
+    assert re.search(r"^Safe +step 20$", status(run_directory.path), re.MULTILINE)
+    resume.checkpoints(run_directory.fit(0).checkpoints)[0].unlink()
+    assert re.search(r"^Safe +step 15$", status(run_directory.path), re.MULTILINE)
+    shutil.rmtree(run_directory.fit(0).checkpoints)
+    assert re.search(r"^Safe +no checkpoint yet$", status(run_directory.path), re.MULTILINE)
+    codes, text = run(config, tmp_path / "run")
+    assert codes == [0], text
+    assert f"The checkpoints of {run_directory.fit(0).path} are gone, the newest was of step 20" in text
     assert result(config) == undisturbed(tmp_path)[0]
 
 

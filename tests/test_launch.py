@@ -24,6 +24,7 @@ import psutil
 import pytest
 
 from lightning_resilience.launch.processes import LAUNCH_ID_VARIABLE, end_processes, processes_of
+from lightning_resilience.launch.status import status
 from lightning_resilience.run.run_directory import Outcome, RunDirectory
 from tests.ledgers import Ledger, read_ledger
 
@@ -976,6 +977,7 @@ def test_real_killed_launcher_and_resume(launcher: Launcher) -> None:
     [launch_id] = launcher.launch_ids
     launch.kill()
     wait_until(lambda: not processes_of(launch_id))
+    assert "Now       killed: nothing was recorded for" in status(launcher.run_directory.path)
 
 
 def test_real_torchrun_takes_the_place_of_a_missing_nvrx(launcher: Launcher) -> None:

@@ -24,10 +24,10 @@ BUDGET = {
     "detect/numerics": 800,
     "detect/stragglers": 370,
     "elastic": 519,
-    "fit": 7046,
-    "launch": 9084,
+    "fit": 7062,
+    "launch": 9107,
     "launch/schedulers": 508,
-    "run": 3144,
+    "run": 3173,
 }
 
 _NO_CODE = (

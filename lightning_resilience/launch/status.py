@@ -105,7 +105,8 @@ def standing(last: Allocation, run_dir: Path) -> Standing:
         if isinstance(last.exit, Fault):
             how += f" ({shortened(str(last.exit.reason), _REASON_LENGTH)})"
         return Standing(_STATES.get(last.exit_status or last.how, "stopped"), f"ended: {how}")
-    here = [record for record in records(run_dir / "launches") if record.is_here]
+    every = records(run_dir / "launches")
+    here = [record for record in every if record.is_here]
     if not all(record.is_dead for record in here):
         return Standing("running", f"running on this node ({node_name()})")
     nodes = {str(event.node) for event in kept_lately(run_dir)}
@@ -114,7 +115,8 @@ def standing(last: Allocation, run_dir: Path) -> Standing:
     ago = duration(max(0.0, time.time() - last.last_seen))
     if last.then == "requeue":
         return Standing("unknown", f"requeued {ago} ago")
-    text = f"running on another node, or killed: nothing was recorded for {ago}"
+    is_here_only = bool(every) and len(here) == len(every)
+    text = f"{'' if is_here_only else 'running on another node, or '}killed: nothing was recorded for {ago}"
     return Standing("stopped" if here else "unknown", text)
 
 
