@@ -111,11 +111,23 @@ def clean_temporaries(directory: str | os.PathLike[str]) -> list[Path]:
 
 
 @contextmanager
+def _errors_name(path: str | os.PathLike[str], temporary: Path) -> Iterator[None]:
+    """Has errors about a temporary file name the file that it was to become."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename == os.fspath(temporary):
+            error.filename = os.fspath(path)
+        raise
+
+
+@contextmanager
 def _replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
     """A temporary path, renamed to ``path`` at the end of the block, or removed if that raises."""
     temporary = temporary_path(path)
     try:
-        yield temporary
+        with _errors_name(path, temporary):
+            yield temporary
         os.replace(temporary, path)
     except BaseException:
         with suppress(OSError):  # fails too on storage that has become read-only; the first error counts
@@ -168,7 +180,8 @@ def create_json(path: str | os.PathLike[str], content: dict[str, Any]) -> bool:
         Whether it was published; of several writers, by one only.
     """
     path, written = Path(path), temporary_path(path)
-    write_json(written, content)
+    with _errors_name(path, written):
+        write_json(written, content)
     try:
         os.link(written, path)
     except FileExistsError:

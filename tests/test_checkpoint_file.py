@@ -539,6 +539,14 @@ def test_a_read_only_or_missing_directory(tmp_path: Path) -> None:
         folder.rmdir()
 
 
+@pytest.mark.parametrize("write", [_files.write_json, _files.create_json])
+def test_an_error_names_the_file_that_was_to_be_written(tmp_path: Path, write: Callable[..., Any]) -> None:
+    path = tmp_path / "missing" / "a.json"
+    with pytest.raises(FileNotFoundError) as raised:
+        write(path, {})
+    assert raised.value.filename == str(path)
+
+
 def test_a_stopped_publication_leaves_the_old_content(tmp_path: Path) -> None:
     def stop() -> None:
         raise SystemExit("a newer attempt owns this run")

@@ -14,7 +14,7 @@ from pathlib import Path
 PACKAGE = Path(__file__).parents[1] / "lightning_resilience"
 
 BUDGET = {
-    ".": 3178,
+    ".": 3188,
     "_lightning": 1892,
     "callbacks": 576,
     "checkpoint": 4985,
