@@ -71,7 +71,9 @@ class Budget:
             return Decision("give_up", 0, counts.job_retries, reason + again)
         job_spent = not self._allows_restart(history)
         if job_spent and counts.job_retries >= self.job_retries:
-            reason = f"no progress in {counts.job_retries + 1} jobs with up to {self.in_job_restarts} restarts each"
+            jobs, restarts = counts.job_retries + 1, self.in_job_restarts
+            reason = f"no progress in {jobs} job{'s' * (jobs > 1)} with up to {restarts} "
+            reason += f"restart{'s' * (restarts != 1)}{' each' * (jobs > 1)}"
             return Decision("give_up", 0, counts.job_retries, reason + again)
         tries = (self.in_job_restarts + 1) * (self.job_retries + 1)
         tried = counts.tries[counts.last] if counts.last is not None else 0

@@ -665,7 +665,7 @@ class Launch:
             + ("goes on from the last checkpoint." if is_safe else "begins again: nothing was saved yet."),
             "halted": " Trying again would not change this.",
         }
-        reason = outcome.reason.removesuffix(".")
+        reason = outcome.reason.removeprefix(f"{outcome.status} ").removesuffix(".")
         if trouble := troubles(self._history.now().events):
             reason += f" ({trouble})"
         log_line(f"{outcome.status.capitalize()}: {reason}.{then[outcome.status]} (exit code {exit_code})")
