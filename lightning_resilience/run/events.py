@@ -279,7 +279,7 @@ class WorkersStart(_Job, name="start"):
 
     attempt: Annotated[str, "token of the attempt that owns the run from here on"] | None
     job_attempt: JobAttempt | None
-    verified_step: Annotated[int, "highest verified step at this start"] | None
+    verified_step: Annotated[int, "step of the newest checkpoint in the run directory at this start"] | None
 
 
 class RanksReplaced(Event, name="replaced"):

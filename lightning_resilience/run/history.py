@@ -131,7 +131,7 @@ class History:
         steps = run.steps_saved(number) if run is not None else None
         if steps is None:
             return step
-        return max((each for each in steps if each <= step), default=None)
+        return max(steps, default=None)
 
     @property
     def last_save_s(self) -> float | None:
