@@ -25,7 +25,7 @@ BUDGET = {
     "detect/stragglers": 370,
     "elastic": 519,
     "fit": 7062,
-    "launch": 9107,
+    "launch": 9109,
     "launch/schedulers": 508,
     "run": 3173,
 }
