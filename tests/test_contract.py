@@ -456,6 +456,7 @@ class Acts(lightning.pytorch.Callback):
 @each
 def test_of_two_the_last_one_acts(cls: type[Any], undisturbed: str, caplog: pytest.LogCaptureFixture) -> None:
     """It was added to those of a recipe, with options of its own."""
+    caplog.set_level(logging.INFO)
     first, last, acts = cls(), cls(), Acts()
     assert fitted(first, last, acts) == undisturbed
     assert acts.found == [last]

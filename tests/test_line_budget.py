@@ -24,10 +24,10 @@ BUDGET = {
     "detect/numerics": 800,
     "detect/stragglers": 370,
     "elastic": 519,
-    "fit": 7062,
+    "fit": 7060,
     "launch": 9109,
     "launch/schedulers": 508,
-    "run": 3173,
+    "run": 3171,
 }
 
 _NO_CODE = (

@@ -164,9 +164,10 @@ class CheckpointSelector:
 
     def _saved_once(self) -> int | None:
         """The newest step of this fit that was saved to the run directory, as far as is known."""
-        with contextlib.suppress(OSError):
+        try:
             return read_history(self._fit.run.ledger).safe_step(fit=self._fit.index) if self.uses_global else None
-        return None
+        except OSError:
+            return None
 
     def newest(self, until: int, or_begin: bool, only_global: bool = False) -> Choice | None:
         """The newest checkpoint to roll back to that all ranks can verify. A collective.

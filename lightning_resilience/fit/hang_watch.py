@@ -38,7 +38,6 @@ from lightning_resilience.detect.hangs.timeouts import SECTION_TIMEOUTS_VARIABLE
 from lightning_resilience.faults import FaultInjector, SimulatedFault
 from lightning_resilience.fit.participant import Participant
 from lightning_resilience.fit.session import FitSession
-from lightning_resilience.launch import membership
 from lightning_resilience.run import deadlines, exit_codes
 from lightning_resilience.run.events import Fault, Unhealthy, WorkloadRequest
 from lightning_resilience.run.ledger import read_ledger
@@ -260,9 +259,7 @@ class HangWatch(Participant):
         def read() -> tuple[SectionTimeouts | None, set[Section]]:
             found, problem = timeouts.load(self._state, self.session.fit.index, self._layout, configured)
             if problem is not None:
-                line = membership.current()
-                has_changed = line is not None and line.generation > 0  # how many ranks there are: no news
-                log.log(logging.DEBUG if has_changed else logging.WARNING, "%s Timeouts are calculated anew.", problem)
+                log.warning("%s Timeouts are calculated anew.", problem)
             return found, self._ended_too_early(configured)
 
         found, self._distrusted = self.session.fit.from_rank_0(read)  # the ranks must not differ

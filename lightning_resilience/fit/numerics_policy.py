@@ -351,8 +351,8 @@ class NumericsPolicy(Participant):
         session = self.session
         self._collect_results()
         windows, is_lost = self._bad_windows()
-        too_many = self._follows() == _ROLL_BACK and self._consecutive >= self._options.max_consecutive
-        if is_lost or any(session.fit.gather(too_many and self._options.rerun != "validate_results")):
+        goes_back = self._options.action in ("skip", "rollback") and self._options.rerun != "validate_results"
+        if is_lost or (goes_back and len(windows) >= self._options.max_consecutive):
             times = session.fit.from_rank_0(lambda: self._count(windows[-1].step, windows, True))
             if times > self._options.max_rollbacks:
                 self._end(f"the last steps were bad; the run has gone back {self._options.max_rollbacks} times")

@@ -115,8 +115,8 @@ def standing(last: Allocation, run_dir: Path) -> Standing:
     ago = duration(max(0.0, time.time() - last.last_seen))
     if last.then == "requeue":
         return Standing("unknown", f"requeued {ago} ago")
-    is_here_only = bool(every) and len(here) == len(every)
-    text = f"{'' if is_here_only else 'running on another node, or '}killed: nothing was recorded for {ago}"
+    elsewhere = "" if here and here == every else "running on another node, or "
+    text = f"{elsewhere}killed: nothing was recorded for {ago}"
     return Standing("stopped" if here else "unknown", text)
 
 

@@ -129,9 +129,7 @@ class History:
             return None
         number, step = max(known.items())
         steps = run.steps_saved(number) if run is not None else None
-        if steps is None:
-            return step
-        return max(steps, default=None)
+        return step if steps is None else max(steps, default=None)
 
     @property
     def last_save_s(self) -> float | None:
