@@ -539,6 +539,16 @@ class Module(L.LightningModule):
             optimizer = self.trainer.optimizers[0]
             optimizer.register_step_post_hook(lambda *step: self.happens("optimizer"))
 
+        if any(event["at"] == "capture" for event in self.config["events"]):  # when its state is saved
+            strategy = self.trainer.strategy
+            captures = type(strategy).lightning_module_state_dict
+
+            def capture() -> Any:
+                self.happens("capture")
+                return captures(strategy)
+
+            strategy.lightning_module_state_dict = capture
+
     def happens(self, at: str) -> None:
         do(self.config, at, self.trainer.fit_loop.epoch_loop.total_batch_idx, self.trainer.global_rank)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import random
 import shutil
+import threading
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +22,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import CatMetric, MeanMetric
 
-from lightning_resilience import LocalCheckpoint
+from lightning_resilience import AutoResume, FaultTolerance, LocalCheckpoint
 from lightning_resilience._files import write_json
 from lightning_resilience._lightning import lightning_loggers, lightning_strategies
 from lightning_resilience._lightning.lightning_patches import Patches
@@ -28,7 +30,9 @@ from lightning_resilience.agreement_protocol import PeerLost
 from lightning_resilience.checkpoint.digest import digest_of
 from lightning_resilience.checkpoint.generations import rank_locations
 from lightning_resilience.checkpoint.safe_serialization import pack
+from lightning_resilience.detect.hangs import watchdog
 from lightning_resilience.detect.numerics.divergence import Divergence
+from lightning_resilience.elastic.own_part import read_own_parts
 from lightning_resilience.fit import context, joining, last_boundary, logger_files
 from lightning_resilience.fit.exact_state import LOGS, ExactState
 from lightning_resilience.fit.last_boundary import LastBoundary, _savers, _Standing, _Unknown
@@ -36,6 +40,7 @@ from lightning_resilience.fit.local_saves import LocalSavePolicy
 from lightning_resilience.fit.logger_files import Logs
 from lightning_resilience.fit.participant import Participant, Participants
 from lightning_resilience.fit.reentry import Replaceability
+from lightning_resilience.fit.saving import Saver
 from lightning_resilience.launch import membership
 from lightning_resilience.run.deadlines import LOSS_CONFIRMED_WITHIN_S
 from lightning_resilience.run.run_directory import StaleAttempt
@@ -634,6 +639,32 @@ def test_a_survivor_that_has_not_heard_of_the_next_generation_leaves_for_it(
     train(1, look)
 
 
+def test_who_leaves_without_the_others_does_not_wait_for_a_watchdog_that_starts(
+    train: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_start, started = threading.Event(), threading.Event()
+
+    def start(directory: Path) -> None:
+        assert may_start.wait(60)
+        started.set()
+
+    def look(boundary: LastBoundary, watched: Watched) -> None:
+        session = joining._active
+        assert session is not None
+        joining.leave_without_peers(session.fit.trainer, [])
+        assert session.has_left
+        assert not started.is_set()
+        joining._active = session  # for the fixture
+
+    monkeypatch.setattr(watchdog, "start", start)
+    watched = FaultTolerance(calculate_timeouts=False)
+    try:
+        train(4, look, callbacks=[watched])
+    finally:
+        may_start.set()
+    assert started.wait(60), "it starts all the same"
+
+
 class Line:
     """Of the membership, what says whether another generation was announced."""
 
@@ -748,6 +779,39 @@ def test_a_boundary_is_noted_also_where_the_local_saves_hear_of_a_loss_first(
     monkeypatch.setattr(LastBoundary, "leave", lambda boundary: (kept.append(boundary), leaves(boundary)))
     train(100, lambda boundary, watched: None)
     assert [each._note.position for each in kept] == found
+
+
+@pytest.mark.parametrize("is_async", [True, False])
+def test_a_boundary_is_noted_before_the_state_is_saved(
+    train: Callable[..., None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, is_async: bool
+) -> None:
+    """A rank that is lost in a save would leave nothing of that boundary, and all would go back."""
+    noted: dict[str, list[bool]] = {"capture": [], "_collect": []}
+    asked: list[int] = []
+
+    def look(name: str, collects: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        boundary, position = joining._active.last_boundary, joining._active.fit.steps_counted
+        if boundary.is_reached:
+            parts = read_own_parts(boundary._path(0), boundary._session.fit.nonce)
+            noted[name].append(boundary._note.position == parts[0].position == position)
+        return collects(*args, **options)
+
+    def keep(boundary: LastBoundary, keeps: Callable[..., None] = LastBoundary._keep) -> None:
+        asked.append(boundary._session.fit.steps_counted)
+        keeps(boundary)
+
+    monkeypatch.setattr(LastBoundary, "_keep", keep)
+    for name in noted:
+        looked = functools.partial(look, name, vars(Saver)[name])
+        monkeypatch.setattr(Saver, name, lambda *args, looked=looked, **options: looked(*args, **options))
+    saves = AutoResume(every_n_train_steps=2, async_save=is_async, run_dir=tmp_path / "run")
+    train(9, lambda boundary, watched: None, callbacks=[saves])
+    assert all(noted["capture"])
+    assert len(noted["capture"]) >= 2
+    assert all(noted["_collect"])
+    assert len(noted["_collect"]) >= 3
+    assert max(Counter(asked).values()) == 2, "once before all saves of a boundary, and behind them"
+    assert Counter(asked)[1] == 1, "where nothing is saved"
 
 
 def test_the_begin_of_an_epoch_is_taken_from_the_same_start_and_epoch_of_a_lost_rank(

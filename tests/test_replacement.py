@@ -1023,6 +1023,11 @@ LAST_BOUNDARY: dict[str, tuple[dict[str, Any], list[dict[str, Any]], list[int | 
         ],
         [12, 22],
     ),
+    "in a local save and in one of the run": (
+        {"trainer": {"devices": 3}, "batch_norm": True, "seeded_apart": True, "save_every": 10},
+        [{"at": "capture", "step": 13, "rank": 1}, {"at": "capture", "step": 29, "rank": 0}],
+        [14, 30],
+    ),
     "accumulation and an average, then a validation and the end of an epoch": (
         {
             "trainer": {"devices": 2, "accumulate_grad_batches": 2},

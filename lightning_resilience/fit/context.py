@@ -73,7 +73,7 @@ class FitContext:
         self.failing = False
         """Whether the fit ends with an exception: other ranks may be gone."""
         self.peer_is_lost = False
-        """Whether it fails because another rank is gone, which nobody need wait for."""
+        """Whether it ends because other ranks are gone, or go: nobody is waited for."""
         self.rank_0_may_go_ahead = False
         """Whether a rank was lost: rank 0, or its replacement, may claim the run before this rank has left the fit."""
         self.counted_before = 0

@@ -240,7 +240,7 @@ class HangWatch(Participant):
     def leave(self) -> None:
         """Stops what runs beside the training."""
         self._must_start.set()
-        if not self.session.fit.peer_is_lost:  # else the restart waits for this process
+        if not self.session.fit.peer_is_lost:  # else others wait for this process, or for its next start of the fit
             self._starter.join(deadlines.WATCHDOG_STARTS_WITHIN_S)
         if self._faults is not None:
             self._faults.disarm()

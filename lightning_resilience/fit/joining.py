@@ -173,7 +173,7 @@ def leave_without_peers(trainer: Trainer, lost: Collection[int]) -> None:
     session = _active
     if session is None or session.has_left or session.fit.trainer is not trainer:
         return
-    session.fit.failing = True
+    session.fit.failing = session.fit.peer_is_lost = True
     if session.last_boundary is not None:
         session.last_boundary.save(lost)
     try:

@@ -228,9 +228,13 @@ class LastBoundary(Participant):
 
     Args:
         session: The fit.
+
+    Attributes:
+        is_reached: Whether this rank is at a boundary where no gradients are accumulated, and has not gone on from it.
     """
 
     def __init__(self, session: FitSession) -> None:
+        self.is_reached = False
         self._session = session
         self._off: str | None = None
         self._saved_at: int | None = None
@@ -258,9 +262,20 @@ class LastBoundary(Participant):
         """Notes whether gradients are accumulated over this boundary."""
         self._is_clean = window_complete
 
+    def before_save(self) -> None:
+        """Notes the state of this boundary already now: of a rank that is lost in a save it would not be known."""
+        position = self._session.fit.steps_counted
+        if self.is_reached and (self._note is None or self._note.position != position):
+            self._session.exact.before_fetch()
+            self._keep_if_possible()
+
     def before_batch(self) -> None:
         """Notes the state of this boundary."""
-        if self._off is not None or not self._is_clean:
+        if self._is_clean:
+            self._keep_if_possible()
+
+    def _keep_if_possible(self) -> None:
+        if self._off is not None:
             return
         try:
             self._keep()

@@ -50,7 +50,9 @@ _LAST_WORDS_S = 5.0
 _USUAL_RECOVERY_S = 60.0
 _OTHERS_SAVE_WITHIN_S = 1.0
 _OF_MODEL = ("state_dict.", "optimizer_states.")
-_RECORD_EVERY_S = 60.0  # the ledger is on shared storage, and read as a whole
+_RECORD_EVERY_S = 60.0
+_RECORD_AT_LEAST_EVERY_S = 300.0
+_RECORD_SHARE = 0.01  # of the time since the fit has begun: the ledger is on shared storage, and each start reads all
 
 
 @dataclass(frozen=True)
@@ -137,7 +139,7 @@ class LocalSavePolicy(Participant):
         self._device: torch.device | None = None
         self._interval: ChosenInterval | None = None
         self._said_interval_s = 0.0
-        self._record_at = 0.0
+        self._begun_at, self._record_at = time.monotonic(), 0.0
         self._unrecorded = 0
 
     def _verify(self, path: Path) -> None:
@@ -262,6 +264,8 @@ class LocalSavePolicy(Participant):
         if self._saves is None:
             return
         if (planned := self._saves.at_boundary(step, may_save)) is not None:
+            for before_save in self.session.fit.participants.implement(Participant.before_save):
+                before_save()
             try:
                 if any(looks_bad() for looks_bad in self.session.fit.participants.implement(Participant.looks_bad)):
                     raise RuntimeError("the last steps were bad")
@@ -375,7 +379,9 @@ class LocalSavePolicy(Participant):
                 every_s=chosen_s and round(chosen_s, 3),
             )
         )
-        self._record_at, self._unrecorded = time.monotonic() + _RECORD_EVERY_S, 0
+        now, self._unrecorded = time.monotonic(), 0
+        wait_s = max(_RECORD_EVERY_S, _RECORD_SHARE * (now - self._begun_at))
+        self._record_at = now + min(wait_s, _RECORD_AT_LEAST_EVERY_S)
 
     def _interval_s(self, before_s: float) -> float:
         """Seconds to the next save, after ``before_s`` between the last two."""

@@ -15,7 +15,7 @@ Evaluation
 End of an epoch
     ``at_end_of_epoch``.
 Save
-    ``check_state``, ``digest``, the write, ``after_save``.
+    ``before_save``, ``check_state``, ``digest``, the write, ``after_save``.
 Rollback
     ``before_rollback``, loading of the older checkpoint, ``after_rollback``.
 Loss of a rank that is replaced
@@ -134,6 +134,9 @@ class Participant:
 
     def at_end_of_epoch(self) -> None:
         """After the last batch of an epoch, before any hook of its end. Collectives are allowed."""
+
+    def before_save(self) -> None:
+        """A state is about to be saved by all ranks, which may take a while."""
 
     def check_state(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Raises ``ValueError`` if a state of these tensors must not be saved."""

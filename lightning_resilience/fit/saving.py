@@ -181,6 +181,7 @@ class Saver:
         Returns:
             The checkpoint; ``None`` if it could not be written: the run continues with the older ones.
         """
+        self._begins()
         with self._fit.saving():
             with suppress(TimeoutError):  # reported below, on all ranks
                 self.wait()
@@ -206,6 +207,7 @@ class Saver:
             published: Called on rank 0, in any thread, when the checkpoint is published.
             lost: Called on rank 0 at a later boundary if the snapshot was invalidated.
         """
+        self._begins()
         background = self._open_background()
         started = time.monotonic()
         with self._fit.saving():
@@ -250,6 +252,10 @@ class Saver:
 
                 self._begin(background, state, report)
             self._saved()
+
+    def _begins(self) -> None:
+        for before_save in self._fit.participants.implement(Participant.before_save):
+            before_save()
 
     def _saved(self) -> None:
         for after_save in self._fit.participants.implement(Participant.after_save):

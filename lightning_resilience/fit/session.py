@@ -279,6 +279,8 @@ class FitSession:
         )
         self._clean = clean = clean and (not self._train_apart or fit.participants.ranks_agree())
         agreed: tuple[Event, ...] = ()
+        if (last_boundary := self.last_boundary) is not None:
+            last_boundary.is_reached = is_whole
         try:
             agreed = fit.agreement.boundary(position, _CLEAN_TRAINING if clean else Needs.TRAINING)
             for event in agreed:
@@ -293,11 +295,12 @@ class FitSession:
             self.saver.at_boundary()
         except Exception:
             # A rank is lost, perhaps: others that were faster than this one have noted this boundary.
-            if self.last_boundary is not None and not agreed:
-                self.exact.before_fetch()
-                self.last_boundary.after_batch(is_whole)
-                self.last_boundary.before_batch()
+            if last_boundary is not None and not agreed:
+                last_boundary.before_save()
             raise
+        finally:
+            if last_boundary is not None:
+                last_boundary.is_reached = False
         self.exact.before_fetch()
         for skips_batch in calls.skips_batch:
             if skips_batch():
