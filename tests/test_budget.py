@@ -50,7 +50,12 @@ class History:
         fields = dict.fromkeys(("host", "pid", "world_size", "local_world_size", "nodes", "visible_devices"))
         fields |= {"slurm": None, "versions": None, "attempt": None, "job_attempt": None, "verified_step": None}
         start = WorkersStart(time=self.now + 1, rank=rank, elastic_run_id="job", restart_count=restart_count, **fields)
-        return allows_restart(history_of(self.events), start)
+        history, then = history_of(self.events), history_of(self.events)
+        allows = allows_restart(history, start)
+        then.add(start)
+        assert history.failures.in_job_with(start) == then.failures.in_job
+        assert len(history.events) == len(self.events), "it is asked what would be, and the history stays"
+        return allows
 
     def fail_until_denied(self, step: int | None = None) -> Decision:
         """One run of the elastic launcher whose workers save nothing, or always at the same step."""

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from itertools import pairwise
 from pathlib import Path
@@ -20,6 +21,7 @@ from lightning_resilience.launch.job_info import log_job_info
 from lightning_resilience.launch.report import report
 from lightning_resilience.launch.schedulers.slurm import get_slurm_info
 from lightning_resilience.launch.status import progress_line, status
+from lightning_resilience.run import ledger as module
 from lightning_resilience.run.failures import cause_of_end
 from lightning_resilience.run.history import read_history, troubles
 from lightning_resilience.run.interruptions import Interruption, interruptions
@@ -70,6 +72,54 @@ def test_torn_and_foreign_lines_are_skipped_and_the_next_event_is_not_lost_with_
     ledger.record("resumed", step=1)
     ledger.record("saved", step=2)
     assert [event["event"] for event in read_ledger(ledger.path)] == ["start", "resumed", "saved"]
+
+
+def test_each_line_is_read_once_in_a_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a month there are tens of thousands, and the start of a rank asks for them ten times."""
+    parsed, parse = [], module._parse
+    monkeypatch.setattr(module, "_parse", lambda line: (parsed.append(line), parse(line))[1])
+    ledger = Ledger(tmp_path / "ledger")
+    for step in range(3):
+        ledger.record("saved", step=step)
+        assert [event.step for event in ledger.events()] == list(range(step + 1))
+        assert module.read_ledger(tmp_path) == module.read_ledger(ledger.path) == ledger.events()
+        assert read_history(tmp_path).safe_step() == read_history(ledger.path).safe_step() == step
+        assert read_history(tmp_path).events == ledger.events()
+        ledger.catch_up()
+    assert len(parsed) == 3
+
+
+def test_a_ledger_that_has_taken_the_place_of_another_is_read_anew(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "ledger")
+    ledger.record("saved", step=1)
+    assert read_history(ledger.path).safe_step() == 1
+    kept = own_file(ledger.path).rename(tmp_path / "kept")  # its number is not given to the next file
+    for step in (2, 3):
+        ledger.record("resumed", tier="local", step=step, padding="it is longer than the other one was")
+    assert kept.exists()
+    assert [event["step"] for event in read_ledger(ledger.path)] == [2, 3]
+    assert read_history(ledger.path).safe_step() is None
+    assert read_history(ledger.path).verified_step == 3
+
+
+def test_threads_that_read_at_once_lose_nothing(tmp_path: Path) -> None:
+    ledger, found = Ledger(tmp_path / "ledger"), []
+
+    def read() -> None:
+        steps: list[int | None] = []
+        while len(steps) < 300:
+            for events in (read_history(ledger.path).events, module.read_ledger(ledger.path)):
+                found.append(steps := [event.step for event in events])
+
+    threads = [threading.Thread(target=read) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for step in range(300):
+        ledger.record("saved", step=step)
+    for thread in threads:
+        thread.join(60)
+    assert all(steps == list(range(len(steps))) for steps in found)
+    assert max(map(len, found)) == 300
 
 
 def own_file(path: Path) -> Path:

@@ -17,17 +17,17 @@ BUDGET = {
     ".": 3188,
     "_lightning": 1892,
     "callbacks": 576,
-    "checkpoint": 4985,
+    "checkpoint": 4983,
     "contrib": 225,
     "detect": 325,
     "detect/hangs": 2551,
     "detect/numerics": 800,
     "detect/stragglers": 370,
     "elastic": 519,
-    "fit": 7060,
-    "launch": 9109,
+    "fit": 7086,
+    "launch": 9115,
     "launch/schedulers": 508,
-    "run": 3171,
+    "run": 3191,
 }
 
 _NO_CODE = (

@@ -27,6 +27,7 @@ from lightning_resilience.launch import imports, spares
 from lightning_resilience.launch.channel import Channel
 from lightning_resilience.launch.processes import processes_of
 from lightning_resilience.launch.spares import Workers
+from lightning_resilience.run.run_directory import RUN_DIR_VARIABLE
 from tests.harness import command, result
 from tests.test_exact_resume import make, undisturbed
 from tests.test_launch import REAL, WITHOUT_NVRX, Launcher, launcher, wait_until
@@ -265,6 +266,7 @@ WORKER = """
 import gc, json, os, signal, sys
 from lightning_resilience import _processes
 from lightning_resilience.launch import park
+from lightning_resilience.run import ledger
 before = {signum.name: str(signal.getsignal(signum)) for signum in (signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)}
 cold = "wave" not in sys.modules
 park.enter()
@@ -273,6 +275,7 @@ said = {
     "waited": _processes.waited() > 0,
     "imported": "wave" in sys.modules,
     "frozen": gc.get_freeze_count() > 0,
+    "read": sum(each.size for reader in ledger._readers.values() for each in reader._files.values()),
     "handlers": before == {name: str(signal.getsignal(signal.Signals[name])) for name in before},
     "rank": os.environ["RANK"],
     "channel": "LIGHTNING_RESILIENCE_CHANNEL" in os.environ,
@@ -353,19 +356,23 @@ def node(tmp_path: Path) -> Iterator[Node]:
 
 
 def test_a_spare_takes_the_place_of_its_worker_and_is_as_if_just_started(node: Node) -> None:
-    [first] = node.start()
+    run = node.folder / "run"
+    (run / "ledger").mkdir(parents=True)
+    (run / "ledger" / "a.jsonl").write_text('{"event": "saved", "time": 1.0}\n')
+    [first] = node.start(**{RUN_DIR_VARIABLE: str(run)})
     assert not first["waited"]
     spare = psutil.Process(node.spare())
     assert spare.cmdline() == psutil.Process(first["pid"]).cmdline()
     assert int(Path(f"/proc/{spare.pid}/oom_score_adj").read_text()) > int(first["oom"])
     spare.send_signal(signal.SIGUSR1)
     with open(node.folder / "stdout", "w") as stdout:
-        [second] = node.start(stdout=stdout, MASTER_PORT="4711")
-    assert second == first | {"pid": spare.pid, "waited": True, "imported": True, "frozen": True}
+        [second] = node.start(stdout=stdout, MASTER_PORT="4711", **{RUN_DIR_VARIABLE: str(run)})
+    size = (run / "ledger" / "a.jsonl").stat().st_size
+    assert second == first | {"pid": spare.pid, "waited": True, "imported": True, "frozen": True, "read": size}
     assert (node.folder / "stdout").read_text() == "a worker writes\n"
     # Another rank than it was made for: it runs cold, under the same number.
     number = node.spare()
-    [third] = node.start(RANK="5")
+    [third] = node.start(RANK="5", **{RUN_DIR_VARIABLE: str(run)})
     assert third == first | {"pid": number, "waited": True, "rank": "5"}
 
 

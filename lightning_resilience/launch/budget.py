@@ -18,7 +18,7 @@ from dataclasses import dataclass, fields
 from typing import Literal
 
 from lightning_resilience.run.events import LaunchStart, WorkersStart
-from lightning_resilience.run.history import History
+from lightning_resilience.run.history import FailureCounts, History
 
 _DAY_S = 24 * 3600.0
 
@@ -69,7 +69,7 @@ class Budget:
                 f"{today} failures within 24 hours are more than --max-failures-per-day={self.max_failures_per_day}"
             )
             return Decision("give_up", 0, counts.job_retries, reason + again)
-        job_spent = not self._allows_restart(history)
+        job_spent = not self._allows(counts, counts.in_job)
         if job_spent and counts.job_retries >= self.job_retries:
             jobs, restarts = counts.job_retries + 1, self.in_job_restarts
             reason = f"no progress in {jobs} job{'s' * (jobs > 1)} with up to {restarts} "
@@ -90,8 +90,8 @@ class Budget:
         reason = f"starting the job again, retry {retry} of {self.job_retries}: the last one made no progress"
         return Decision("retry", left, retry, reason)
 
-    def _allows_restart(self, history: History) -> bool:
-        return not history.failures.job_spent and history.failures.in_job <= self.in_job_restarts
+    def _allows(self, counts: FailureCounts, in_job: int) -> bool:
+        return not counts.job_spent and in_job <= self.in_job_restarts
 
 
 def allows_restart(history: History, start: WorkersStart) -> bool:
@@ -101,14 +101,13 @@ def allows_restart(history: History, start: WorkersStart) -> bool:
     watchdog may be recording meanwhile. The other two limits the elastic launcher keeps.
 
     Args:
-        history: The run's history, to which the start is added.
+        history: The run's history.
         start: What rank 0 would record; to another ``rank`` it may have done so already.
     """
-    last = history.last(WorkersStart)
+    last, counts = history.last(WorkersStart), history.failures
     is_same = last and (last.elastic_run_id, last.restart_count) == (start.elastic_run_id, start.restart_count)
-    if start.rank == 0 or not is_same:
-        history.add(start)
-    return budget_of(history)._allows_restart(history)
+    in_job = counts.in_job if is_same and start.rank != 0 else counts.in_job_with(start)
+    return budget_of(history)._allows(counts, in_job)
 
 
 def budget_of(history: History) -> Budget:

@@ -19,6 +19,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
@@ -29,7 +30,8 @@ from lightning_resilience.launch import channel as channels
 from lightning_resilience.launch import imports
 from lightning_resilience.launch.channel import CHANNEL_VARIABLE, Channel, Message
 from lightning_resilience.run import time_account
-from lightning_resilience.run.run_directory import JOINS_VARIABLE
+from lightning_resilience.run.history import read_history
+from lightning_resilience.run.run_directory import JOINS_VARIABLE, RUN_DIR_VARIABLE, RunDirectory
 
 PLAIN, RECORDS, SPARE = "plain", "records", "spare"
 """What a process is for: a worker, one that tells what it imports, one that waits."""
@@ -122,6 +124,7 @@ class _Spare:
         if problem is None and _has_device_context():
             problem = "a library takes hold of a device when it is imported"
         sys.argv = self._argv
+        _read_ledger(self._environment)
         gc.freeze()  # a collection would look at all that was imported: 0.2 s, at the worker's first steps
         self._channel.send("ready", problem=problem, memory=_own_memory())
         go = self._receive("go")
@@ -173,6 +176,13 @@ class _Spare:
             os.execve(sys.executable, sys.orig_argv, env | {CHANNEL_VARIABLE: f"{fd},{RECORDS},{now}"})
         finally:
             os._exit(1)
+
+
+def _read_ledger(env: Mapping[str, str]) -> None:
+    """Reads the ledger of the run ahead: after a month that takes a second."""
+    if (run_dir := env.get(RUN_DIR_VARIABLE)) is not None:
+        with suppress(OSError):
+            read_history(RunDirectory(run_dir).ledger)
 
 
 def _mute(fd: int) -> int | None:

@@ -404,7 +404,7 @@ class RestoredInPlace(_Restored, name="went_back"):
 
 
 class Saved(_AtStep, name="saved"):
-    """A checkpoint is complete. Of local ones one is recorded each minute."""
+    """A checkpoint is complete. Of local ones one is recorded each minute, after hours every five minutes."""
 
     path: CheckpointName | None = None
     seconds: Annotated[float, "duration of the save, s"] | None

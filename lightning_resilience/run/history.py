@@ -7,6 +7,7 @@ budget, the reports, the launcher, the workers, the scheduler's batch step and t
 from __future__ import annotations
 
 import os
+import threading
 from collections import Counter
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
@@ -37,7 +38,7 @@ from lightning_resilience.run.events import (
     WorkloadRequest,
 )
 from lightning_resilience.run.failures import Failure, RepeatedMistake, first_cause, growths, is_late, recurrence
-from lightning_resilience.run.ledger import Ledger, read_ledger
+from lightning_resilience.run.ledger import Ledger, Reader, reader_of
 from lightning_resilience.run.run_directory import RunDirectory
 
 EXCLUDE_THIS_NODE = "exclude_this_node"
@@ -212,16 +213,17 @@ class History:
 
 
 class LiveHistory:
-    """The history of a run that goes on: each event is folded once.
+    """The history of a run that goes on: each event is folded once. For any thread.
 
     Args:
         ledger: Where it is recorded.
     """
 
-    def __init__(self, ledger: Ledger) -> None:
+    def __init__(self, ledger: Ledger | Reader) -> None:
         self._ledger = ledger
         self._history = History()
         self._insertions = 0
+        self._lock = threading.Lock()
 
     def now(self) -> History:
         """The history so far.
@@ -229,16 +231,17 @@ class LiveHistory:
         Raises:
             OSError: If the ledger cannot be read.
         """
-        events = self._ledger.events()
-        if self._insertions != self._ledger.insertions:  # something has turned up that belongs further back
-            self._history, self._insertions = History(), self._ledger.insertions
-        for event in events[len(self._history.events) :]:
-            self._history.add(event)
-        return self._history
+        with self._lock:
+            events, insertions = self._ledger.read()
+            if self._insertions != insertions:  # something has turned up that belongs further back
+                self._history, self._insertions = History(), insertions
+            for event in events[len(self._history.events) :]:
+                self._history.add(event)
+            return self._history
 
 
 def read_history(path: str | os.PathLike[str]) -> History:
-    """The history in a ledger.
+    """The history in a ledger, to be read only: the same object goes on at the next call.
 
     Args:
         path: As for :func:`~.ledger.read_ledger`.
@@ -246,7 +249,11 @@ def read_history(path: str | os.PathLike[str]) -> History:
     Raises:
         OSError: If it cannot be read.
     """
-    return History(read_ledger(path))
+    reader = reader_of(path)
+    return _histories.setdefault(os.fspath(reader.path), LiveHistory(reader)).now()
+
+
+_histories: dict[str, LiveHistory] = {}
 
 
 def verified_step(event: Event) -> tuple[int, int] | None:
@@ -424,6 +431,11 @@ class FailureCounts:
                 self.at.clear()
         if self._group is not None:
             self._group.append(event)
+
+    def in_job_with(self, start: WorkersStart) -> int:
+        """What :attr:`in_job` would be if these workers were the next that have started."""
+        grown = growths(self._changes, start.elastic_run_id)
+        return self.in_job + _failed_before(start, self._previous_start, grown)
 
     def _refill(self) -> None:
         self.in_job = 0

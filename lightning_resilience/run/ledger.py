@@ -25,6 +25,7 @@ import operator
 import os
 import platform
 import re
+import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator
@@ -39,6 +40,8 @@ log = logging.getLogger(__name__)
 _FOLDER = "ledger"  # in a run directory
 _TICK_S = 1e-6
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+_readers: dict[str, Reader] = {}
 
 _latest: dict[str, float] = {}
 """The last place in the order of each ledger that this process knows of."""
@@ -68,7 +71,7 @@ class Ledger:
         self._on_record = on_record
         self._warned = False
         self._ahead_s = 0.0  # of this host's clock
-        self._reader = _Reader(self.path, moves_order=not only_reads)
+        self._reader = Reader(self.path, moves_order=False) if only_reads else reader_of(self.path)
 
     def record(self, event: Event) -> None:
         """Appends one event, with the time, this rank and this node.
@@ -113,6 +116,10 @@ class Ledger:
         Raises:
             OSError: If it cannot be read.
         """
+        return self.read()[0]
+
+    def read(self) -> tuple[list[Event], int]:
+        """See :meth:`Reader.read`."""
         with suppress(OSError):
             os.utime(self.path)  # a client of NFS shows a folder as it was a while ago, unless it has changed it
         return self._reader.read()
@@ -120,12 +127,7 @@ class Ledger:
     def catch_up(self) -> None:
         """Has what is recorded next come after all that others have recorded by now, also if their clocks are ahead."""
         with suppress(OSError):
-            _Reader(self.path).read()
-
-    @property
-    def insertions(self) -> int:
-        """How often :meth:`events` found something that belongs before what it had returned already."""
-        return self._reader.insertions
+            reader_of(self.path).read()
 
 
 @functools.cache
@@ -148,7 +150,7 @@ def node_name() -> str:
 
 
 def read_ledger(path: str | os.PathLike[str]) -> list[Event]:
-    """Reads the ledger of a run; torn and foreign lines are skipped.
+    """Reads the ledger of a run; torn and foreign lines are skipped. Each is read once in a process.
 
     Args:
         path: The run directory, or the folder ``ledger`` in it.
@@ -165,8 +167,18 @@ def read_ledger(path: str | os.PathLike[str]) -> list[Event]:
         >>> [event.step for event in lr.read_ledger("runs/train") if event.name == "saved"]
         []
     """
+    return reader_of(path).read()[0]
+
+
+def reader_of(path: str | os.PathLike[str]) -> Reader:
+    """What reads a ledger in this process: the start of a rank asks for its events ten times.
+
+    Args:
+        path: As for :func:`read_ledger`.
+    """
     folder = Path(path).absolute()
-    return _Reader(folder / _FOLDER if is_ledger(folder / _FOLDER) else folder).read()
+    folder = folder / _FOLDER if is_ledger(folder / _FOLDER) else folder
+    return _readers.setdefault(os.fspath(folder), Reader(folder))
 
 
 def is_ledger(path: str | os.PathLike[str]) -> bool:
@@ -184,23 +196,42 @@ class _File:
     size: int = 0  # of what was read
     lines: int = 0
     order: float = -math.inf
+    identity: tuple[int, int] | None = None
 
 
 _Position = tuple[float, str, int]  # order, file, line
 _POSITION = operator.itemgetter(0)
 
 
-class _Reader:
-    """Reads the files of a ledger again and again, and each line once."""
+class Reader:
+    """Reads the files of a ledger again and again, and each line once. For any thread.
+
+    Args:
+        path: The ledger's folder.
+        moves_order: Whether what this process records comes after what was read.
+
+    Attributes:
+        path: The same.
+    """
 
     def __init__(self, path: Path, moves_order: bool = True) -> None:
         self.path = path
-        self.insertions = 0
+        self._insertions = 0
         self._moves_order = moves_order
         self._files: dict[Path, _File] = {}
         self._found: list[tuple[_Position, Event]] = []
+        self._lock = threading.Lock()
 
-    def read(self) -> list[Event]:
+    def read(self) -> tuple[list[Event], int]:
+        """All events in their order, and how often something was found that belongs before what was known already.
+
+        Raises:
+            OSError: If the ledger cannot be read.
+        """
+        with self._lock:
+            return self._read(), self._insertions
+
+    def _read(self) -> list[Event]:
         files = _files_of(self.path)
         if not self._files.keys() <= set(files):
             self._begin_anew()
@@ -208,14 +239,14 @@ class _Reader:
         try:
             for path in files:
                 new += _read_on(path, path.parent != self.path, self._files.setdefault(path, _File()))
-        except (OSError, _Shorter) as error:
+        except (OSError, _Another) as error:
             self._begin_anew()  # of what comes before, something has been read and not been kept
             if isinstance(error, OSError):
                 raise
-            return self.read()
+            return self._read()
         new.sort(key=_POSITION)
         if new and self._found and new[0][0] < self._found[-1][0]:
-            self.insertions += 1
+            self._insertions += 1
         if new:
             self._found = sorted(self._found + new, key=_POSITION)  # next to nothing where it is in order already
         if new and self._moves_order:
@@ -224,13 +255,13 @@ class _Reader:
         return [event for _, event in self._found]
 
     def _begin_anew(self) -> None:
-        self.insertions += 1
+        self._insertions += 1
         self._files.clear()
         self._found.clear()
 
 
-class _Shorter(Exception):
-    """A file has less in it than was read of it: it is another one."""
+class _Another(Exception):
+    """A file is not the one that was read."""
 
 
 def _files_of(path: Path) -> list[Path]:
@@ -245,8 +276,11 @@ def _files_of(path: Path) -> list[Path]:
 def _read_on(path: Path, is_old: bool, read: _File) -> Iterator[tuple[_Position, Event]]:
     """The events in ``path`` after those that have been read."""
     with open(path, "rb") as file:
-        if os.fstat(file.fileno()).st_size < read.size:
-            raise _Shorter
+        about = os.fstat(file.fileno())
+        identity = about.st_dev, about.st_ino
+        if about.st_size < read.size or read.identity not in (None, identity):
+            raise _Another
+        read.identity = identity
         file.seek(read.size)
         for line in file:
             found = _parse(line)
