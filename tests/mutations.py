@@ -998,7 +998,7 @@ GUARDS = [
     Guard(
         "ledger: a spare has read it ahead",
         "launch/park.py",
-        "        _read_ledger(self._environment)\n",
+        "        _read_ahead(self._environment)\n",
         "",
         "tests/test_spares.py::test_a_spare_takes_the_place_of_its_worker_and_is_as_if_just_started",
     ),

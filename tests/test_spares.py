@@ -266,6 +266,7 @@ WORKER = """
 import gc, json, os, signal, sys
 from lightning_resilience import _processes
 from lightning_resilience.launch import park
+from lightning_resilience.launch.job_info import versions
 from lightning_resilience.run import ledger
 before = {signum.name: str(signal.getsignal(signum)) for signum in (signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)}
 cold = "wave" not in sys.modules
@@ -274,7 +275,8 @@ said = {
     "pid": os.getpid(),
     "waited": _processes.waited() > 0,
     "imported": "wave" in sys.modules,
-    "frozen": gc.get_freeze_count() > 0,
+    "frozen": gc.get_freeze_count() > 0 and park.has_frozen,
+    "versions": versions.cache_info().currsize,
     "read": sum(each.size for reader in ledger._readers.values() for each in reader._files.values()),
     "handlers": before == {name: str(signal.getsignal(signal.Signals[name])) for name in before},
     "rank": os.environ["RANK"],
@@ -368,7 +370,8 @@ def test_a_spare_takes_the_place_of_its_worker_and_is_as_if_just_started(node: N
     with open(node.folder / "stdout", "w") as stdout:
         [second] = node.start(stdout=stdout, MASTER_PORT="4711", **{RUN_DIR_VARIABLE: str(run)})
     size = (run / "ledger" / "a.jsonl").stat().st_size
-    assert second == first | {"pid": spare.pid, "waited": True, "imported": True, "frozen": True, "read": size}
+    ahead = {"imported": True, "frozen": True, "versions": 1, "read": size}
+    assert second == first | {"pid": spare.pid, "waited": True} | ahead
     assert (node.folder / "stdout").read_text() == "a worker writes\n"
     # Another rank than it was made for: it runs cold, under the same number.
     number = node.spare()

@@ -39,7 +39,7 @@ from lightning_resilience.fit import absent_ranks, context
 from lightning_resilience.fit.context import FitContext
 from lightning_resilience.fit.last_boundary import RANKS_COME_BACK
 from lightning_resilience.fit.participant import Participant
-from lightning_resilience.launch import membership
+from lightning_resilience.launch import membership, park
 from lightning_resilience.launch.membership import Membership, Replacement
 from lightning_resilience.run import exit_codes, time_account
 from lightning_resilience.run.deadlines import DEVICE_ANSWERS_WITHIN_S, ENDED_WITHIN_S, LOSS_CONFIRMED_WITHIN_S
@@ -109,7 +109,7 @@ def _run(
 @contextmanager
 def _without_what_is_there() -> Iterator[None]:
     """Has the garbage collector leave out what is there now: to look at all that was imported takes 0.2 s at a loss."""
-    if gc.get_freeze_count():  # a spare has done it when its imports were done
+    if park.has_frozen or gc.get_freeze_count():  # to count what a spare has frozen takes 30 ms
         yield
         return
     gc.collect()  # what is garbage now would stay until the fit ends

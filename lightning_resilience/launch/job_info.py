@@ -31,7 +31,7 @@ def job_info() -> dict[str, Any]:
         "elastic_run_id": environment("TORCHELASTIC_RUN_ID"),
         "restart_count": _int(environment("TORCHELASTIC_RESTART_COUNT")) or 0,
         "slurm": current_scheduler().job_info(),  # the name in the ledger under any scheduler
-        "versions": {"python": platform.python_version(), **_versions()},
+        "versions": {"python": platform.python_version(), **versions()},
     }
 
 
@@ -49,14 +49,15 @@ def log_job_info(ledger: Ledger | None = None) -> dict[str, Any]:
 
 
 @functools.cache  # to read them takes longer than all else that is recorded of a start
-def _versions() -> dict[str, str]:
-    versions = {}
+def versions() -> dict[str, str]:
+    """Those of the packages that matter, as far as they are installed."""
+    found = {}
     for package in _PACKAGES:
         try:
-            versions[package] = metadata.version(package)
+            found[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             continue
-    return versions
+    return found
 
 
 def _int(value: str | None) -> int | None:

@@ -29,6 +29,7 @@ from lightning_resilience._output import flush
 from lightning_resilience.launch import channel as channels
 from lightning_resilience.launch import imports
 from lightning_resilience.launch.channel import CHANNEL_VARIABLE, Channel, Message
+from lightning_resilience.launch.job_info import versions
 from lightning_resilience.run import time_account
 from lightning_resilience.run.history import read_history
 from lightning_resilience.run.run_directory import JOINS_VARIABLE, RUN_DIR_VARIABLE, RunDirectory
@@ -48,6 +49,9 @@ _LOOKS_FOR_PARENT_EVERY_S = 5.0
 _IGNORED = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT, signal.SIGHUP)
 _OOM_SCORE = Path("/proc/self/oom_score_adj")
 _KILLED_RATHER = 500
+
+has_frozen = False
+"""Whether this process was a spare, and the garbage collector leaves out what it had imported."""
 
 _records = False
 _before: dict[str, Any] | None = None
@@ -114,7 +118,7 @@ class _Spare:
 
     def wait(self) -> None:
         """Imports, and returns when the process is a worker."""
-        global _before
+        global _before, has_frozen
         order = self._receive("import")
         self._parent = order.fields["parent"]
         noted = order.fields
@@ -124,8 +128,9 @@ class _Spare:
         if problem is None and _has_device_context():
             problem = "a library takes hold of a device when it is imported"
         sys.argv = self._argv
-        _read_ledger(self._environment)
+        _read_ahead(self._environment)
         gc.freeze()  # a collection would look at all that was imported: 0.2 s, at the worker's first steps
+        has_frozen = True
         self._channel.send("ready", problem=problem, memory=_own_memory())
         go = self._receive("go")
         self._channel.send("going")
@@ -178,8 +183,9 @@ class _Spare:
             os._exit(1)
 
 
-def _read_ledger(env: Mapping[str, str]) -> None:
-    """Reads the ledger of the run ahead: after a month that takes a second."""
+def _read_ahead(env: Mapping[str, str]) -> None:
+    """Reads what each start asks for: versions of packages, and the ledger, which after a month takes a second."""
+    versions()
     if (run_dir := env.get(RUN_DIR_VARIABLE)) is not None:
         with suppress(OSError):
             read_history(RunDirectory(run_dir).ledger)
