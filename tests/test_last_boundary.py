@@ -654,7 +654,6 @@ def test_who_leaves_without_the_others_does_not_wait_for_a_watchdog_that_starts(
         joining.leave_without_peers(session.fit.trainer, [])
         assert session.has_left
         assert not started.is_set()
-        joining._active = session  # for the fixture
 
     monkeypatch.setattr(watchdog, "start", start)
     watched = FaultTolerance(calculate_timeouts=False)
