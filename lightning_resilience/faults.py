@@ -24,7 +24,8 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from lightning_resilience._output import log_line
 from lightning_resilience.run.events import FaultInjected
-from lightning_resilience.run.ledger import Ledger, read_ledger
+from lightning_resilience.run.history import read_history
+from lightning_resilience.run.ledger import Ledger
 
 if TYPE_CHECKING:
     import torch
@@ -290,7 +291,7 @@ class FaultInjector:
         """Whether the ledger has the fault; ``None`` if it cannot be read."""
         mine = asdict(self._fault)
         try:
-            events = [event for event in read_ledger(self._ledger.path) if isinstance(event, FaultInjected)]
+            events = [event for event in read_history(self._ledger.path).events if isinstance(event, FaultInjected)]
         except OSError:
             return None
         return any(event.fault == mine for event in events)

@@ -7,7 +7,8 @@ import random
 import shutil
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +20,7 @@ import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from torchmetrics import CatMetric, MeanMetric
 
 from lightning_resilience import AutoResume, FaultTolerance, LocalCheckpoint
@@ -811,6 +812,62 @@ def test_a_boundary_is_noted_before_the_state_is_saved(
     assert len(noted["_collect"]) >= 3
     assert max(Counter(asked).values()) == 2, "once before all saves of a boundary, and behind them"
     assert Counter(asked)[1] == 1, "where nothing is saved"
+
+
+class Drawn(IterableDataset[torch.Tensor]):
+    """Without a length, so that a batch is fetched ahead; what it has depends on the random state of its time."""
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        for _ in range(12):
+            yield torch.randn(4)
+
+
+class Reads(L.LightningModule):
+    """Notes its batches, and ends before a step."""
+
+    def __init__(self, ends_at: int = -1) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 1)
+        self.ends_at = ends_at
+        self.read: dict[int, float] = {}
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        if batch_idx == self.ends_at:
+            raise Found
+        self.read[batch_idx] = float(batch.sum())
+        torch.rand(1)  # such as dropout
+        return self.layer(batch).pow(2).mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+@pytest.mark.parametrize("is_elastic", [True, False])
+def test_what_a_batch_that_was_fetched_ahead_had_drawn_is_drawn_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_elastic: bool
+) -> None:
+    monkeypatch.setattr(Replaceability, "is_possible", is_elastic)
+
+    def fit(run: str, module: Reads) -> Reads:
+        context.fits_begun.clear()
+        torch.manual_seed(1)
+        trainer = L.Trainer(
+            max_epochs=1,
+            accelerator="cpu",
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            default_root_dir=tmp_path,
+            callbacks=[AutoResume(every_n_train_steps=4, async_save=False, run_dir=tmp_path / run)],
+        )
+        with suppress(Found):
+            trainer.fit(module, DataLoader(Drawn(), batch_size=2))
+        return module
+
+    undisturbed = fit("undisturbed", Reads()).read
+    assert fit("disturbed", Reads(ends_at=5)).read == {index: undisturbed[index] for index in range(5)}
+    assert fit("disturbed", Reads()).read == {index: undisturbed[index] for index in range(4, 6)}
 
 
 def test_the_begin_of_an_epoch_is_taken_from_the_same_start_and_epoch_of_a_lost_rank(

@@ -21,9 +21,10 @@ from lightning_resilience.launch.job_info import log_job_info
 from lightning_resilience.launch.report import report
 from lightning_resilience.launch.schedulers.slurm import get_slurm_info
 from lightning_resilience.launch.status import progress_line, status
+from lightning_resilience.run import history
 from lightning_resilience.run import ledger as module
 from lightning_resilience.run.failures import cause_of_end
-from lightning_resilience.run.history import read_history, troubles
+from lightning_resilience.run.history import forget_histories, read_history, troubles
 from lightning_resilience.run.interruptions import Interruption, interruptions
 from lightning_resilience.run.run_directory import Outcome, RunDirectory
 from tests.ledgers import Ledger, events_of, read_ledger
@@ -82,24 +83,52 @@ def test_each_line_is_read_once_in_a_process(tmp_path: Path, monkeypatch: pytest
     for step in range(3):
         ledger.record("saved", step=step)
         assert [event.step for event in ledger.events()] == list(range(step + 1))
-        assert module.read_ledger(tmp_path) == module.read_ledger(ledger.path) == ledger.events()
         assert read_history(tmp_path).safe_step() == read_history(ledger.path).safe_step() == step
         assert read_history(tmp_path).events == ledger.events()
         ledger.catch_up()
     assert len(parsed) == 3
+    assert module.read_ledger(tmp_path) == ledger.events(), "what a user reads, and may change, is another copy"
+    assert len(parsed) == 6
+    forget_histories()
+    assert read_history(tmp_path).events == ledger.events()
+    assert len(parsed) == 9
 
 
 def test_a_ledger_that_has_taken_the_place_of_another_is_read_anew(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path / "ledger")
     ledger.record("saved", step=1)
     assert read_history(ledger.path).safe_step() == 1
-    kept = own_file(ledger.path).rename(tmp_path / "kept")  # its number is not given to the next file
+    file = own_file(ledger.path)
+    os.truncate(file, 0)  # the same file as far as the system knows, as where its number is given to the next one
     for step in (2, 3):
         ledger.record("resumed", tier="local", step=step, padding="it is longer than the other one was")
-    assert kept.exists()
-    assert [event["step"] for event in read_ledger(ledger.path)] == [2, 3]
+    assert [event.step for event in ledger.events()] == [2, 3]
     assert read_history(ledger.path).safe_step() is None
     assert read_history(ledger.path).verified_step == 3
+
+
+@pytest.mark.parametrize("where", ["_parse", "_POSITION", "History.add"])
+def test_a_handler_that_raises_in_the_middle_of_a_read_costs_no_event(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    ledger = Ledger(tmp_path / "ledger")
+    for step in range(5):
+        ledger.record("saved", step=step)
+    owner, name = (history.History, "add") if where == "History.add" else (module, where)
+    real, calls = getattr(owner, name), iter(range(100))
+
+    def interrupted(*args: Any) -> Any:
+        if next(calls) == 3:
+            raise KeyboardInterrupt
+        return real(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            read_history(ledger.path)
+    assert [event.step for event in ledger.events()] == list(range(5))
+    assert [event.step for event in read_history(ledger.path).events] == list(range(5))
+    assert read_history(ledger.path).safe_step() == 4
 
 
 def test_threads_that_read_at_once_lose_nothing(tmp_path: Path) -> None:
@@ -108,7 +137,7 @@ def test_threads_that_read_at_once_lose_nothing(tmp_path: Path) -> None:
     def read() -> None:
         steps: list[int | None] = []
         while len(steps) < 300:
-            for events in (read_history(ledger.path).events, module.read_ledger(ledger.path)):
+            for events in (read_history(ledger.path).events, ledger.events()):
                 found.append(steps := [event.step for event in events])
 
     threads = [threading.Thread(target=read) for _ in range(3)]

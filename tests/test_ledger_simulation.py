@@ -20,8 +20,9 @@ from typing import Any
 import pytest
 
 from lightning_resilience.launch.budget import Budget
+from lightning_resilience.run import history
 from lightning_resilience.run import ledger as module
-from lightning_resilience.run.history import History, LiveHistory
+from lightning_resilience.run.history import History, LiveHistory, read_history
 from lightning_resilience.run.ledger import Reader, read_ledger
 from tests.ledgers import Ledger, events_of
 
@@ -63,10 +64,10 @@ class Host:
 class Process:
     """A process, which knows what it has read and written."""
 
-    def __init__(self, host: Host, patch: pytest.MonkeyPatch) -> None:
+    def __init__(self, host: Host) -> None:
         self.host = host
         self.readers: dict[str, Reader] = {}
-        patch.setattr(module, "_readers", self.readers)
+        self.histories: dict[str, LiveHistory] = {}
         self.ledger = Ledger(host.folder)
         self.latest: dict[str, float] = {}
         self.history = LiveHistory(self.ledger)
@@ -84,7 +85,7 @@ class World:
         server.mkdir()
         hosts = self.random.randint(2, 4)
         self.hosts = [Host(n, folder, server, self.random.uniform(-60, 60)) for n in range(hosts)]
-        self.processes = [Process(host, patch) for host in self.hosts for _ in range(self.random.randint(1, 2))]
+        self.processes = [Process(host) for host in self.hosts for _ in range(self.random.randint(1, 2))]
         self.numbers = itertools.count()
         self.causes: dict[int, set[int]] = {}  # of each event: what its process knew of
         self.torn = 0
@@ -95,6 +96,7 @@ class World:
         host = process.host
         self.patch.setattr(module, "_latest", process.latest)
         self.patch.setattr(module, "_readers", process.readers)
+        self.patch.setattr(history, "_histories", process.histories)
         self.patch.setattr(time, "time", lambda: self.now + host.ahead_s)
         self.patch.setattr(platform, "node", lambda: host.name)
 
@@ -129,12 +131,12 @@ class World:
                 os.truncate(file, self.random.randrange(before.get(file.name, 0), size - 1))
         process.host.send(before)
         self.torn += 1
-        self.processes[self.processes.index(process)] = Process(process.host, self.patch)
+        self.processes[self.processes.index(process)] = Process(process.host)
 
     def read(self, process: Process) -> None:
         events = process.ledger.events()
         assert events == Reader(process.host.folder).read()[0], "read on, it is another than read anew"
-        assert events == read_ledger(process.host.folder)
+        assert events == read_history(process.host.folder).events
         process.known |= {event.extra["number"] for event in events}
         decided = Budget().decide(process.history.now(), self.now)
         assert decided == Budget().decide(History(events), self.now), "what was folded before counts differently"
@@ -213,7 +215,7 @@ def no_fresh_line(patch: pytest.MonkeyPatch) -> None:
 def folded_as_read(patch: pytest.MonkeyPatch) -> None:
     """What comes late is counted last."""
     reads = Reader.read
-    patch.setattr(Reader, "read", lambda reader: (reads(reader)[0], 0))
+    patch.setattr(Reader, "read", lambda reader: (reads(reader)[0], Reader))
 
 
 @pytest.mark.parametrize("mistake", [one_file, clocks_alone, half_lines, no_fresh_line, folded_as_read])

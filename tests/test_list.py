@@ -126,11 +126,11 @@ def test_a_large_ledger_is_folded_once(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(listing, "_KEPT_FROM_BYTES", 1)
     folds = []
 
-    def read_history(path: Path, real: Any = listing.read_history) -> Any:
+    def read_ledger(path: Path, real: Any = listing.read_ledger) -> Any:
         folds.append(path.parent.name)
         return real(path)
 
-    monkeypatch.setattr(listing, "read_history", read_history)
+    monkeypatch.setattr(listing, "read_ledger", read_ledger)
     began = time.time() - 1000
     run_with(tmp_path / "over", *HUNG)
     alive(

@@ -49,6 +49,7 @@ from lightning_resilience.launch.loss_policy import LossPolicy
 from lightning_resilience.launch.membership import Membership, Replacement
 from lightning_resilience.launch.newcomers import how_ended, is_replaceable
 from lightning_resilience.run import deadlines, exit_codes
+from lightning_resilience.run.ledger import reader_of
 from lightning_resilience.run.run_directory import JOINS_VARIABLE, RunDirectory
 from tests import as_on_gpu, test_logs
 from tests.harness import CONTEXT, command, differences, free_port, reference, result, run_ranks, samples
@@ -523,6 +524,17 @@ def test_no_restart_is_left_where_the_ledger_does_not_answer(tmp_path: Path, mon
     monkeypatch.setattr(elastic, "_READ_WITHIN_S", 10.0)
     answers.set()
     assert supervisor.restarts_left() > 0
+
+
+def test_a_read_of_the_ledger_that_never_ends_does_not_hold_up_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    supervisor = Supervisor([], 2, 3, "abc", 5.0, Ledger(tmp_path, rank=None))
+    monkeypatch.setattr(elastic, "_READ_WITHIN_S", 0.01)
+    with reader_of(tmp_path)._lock:  # as whoever waits for storage has it
+        assert supervisor.restarts_left() == 0
+        monkeypatch.setattr(elastic, "_READ_WITHIN_S", 10.0)
+        assert supervisor.restarts_left() > 0
 
 
 def test_another_rank_that_dies_meanwhile_is_replaced_too(tmp_path: Path) -> None:

@@ -19,8 +19,7 @@ from lightning_resilience.fit.outcome import ASKED, END_IS_MISSING, ENDS_APART, 
 from lightning_resilience.fit.participant import Participant
 from lightning_resilience.fit.saving import Saver
 from lightning_resilience.run.events import Finished
-from lightning_resilience.run.history import troubles
-from lightning_resilience.run.ledger import read_ledger
+from lightning_resilience.run.history import read_history, troubles
 from lightning_resilience.run.run_directory import RUN_DIR_VARIABLE
 
 log = logging.getLogger(__name__)
@@ -180,7 +179,7 @@ class EndOfFit(Participant):
         if RUN_DIR_VARIABLE in os.environ:
             return
         with suppress(OSError):
-            if trouble := troubles(read_ledger(self.fit.run.ledger), self.fit.index):
+            if trouble := troubles(read_history(self.fit.run.ledger).events, self.fit.index):
                 log.warning("The fit has finished with trouble: %s.", trouble)
 
     def has_only_to_end(self) -> bool:

@@ -40,7 +40,7 @@ from lightning_resilience.fit.participant import Participant
 from lightning_resilience.fit.session import FitSession
 from lightning_resilience.run import deadlines, exit_codes
 from lightning_resilience.run.events import Fault, Unhealthy, WorkloadRequest
-from lightning_resilience.run.ledger import read_ledger
+from lightning_resilience.run.history import read_history
 from lightning_resilience.run.run_directory import RUN_DIR_VARIABLE, is_started_again
 
 log = logging.getLogger("lightning_resilience.callbacks.fault_tolerance")  # as documented
@@ -273,7 +273,7 @@ class HangWatch(Participant):
         limits = configured.by_section()
         return {
             section
-            for event in read_ledger(self.session.fit.run.ledger)
+            for event in read_history(self.session.fit.run.ledger).events
             if isinstance(event, Fault) and event.kind == "hang" and event.fit == self.session.fit.index
             for section, limit in limits.items()
             if section == event.section and event.limit is not None and event.limit < limit

@@ -266,7 +266,6 @@ class LastBoundary(Participant):
         """Notes the state of this boundary already now: of a rank that is lost in a save it would not be known."""
         position = self._session.fit.steps_counted
         if self.is_reached and (self._note is None or self._note.position != position):
-            self._session.exact.before_fetch()
             self._keep_if_possible()
 
     def before_batch(self) -> None:

@@ -34,8 +34,8 @@ from lightning_resilience.fit import absent_ranks
 from lightning_resilience.fit.participant import Participant
 from lightning_resilience.fit.session import FitSession
 from lightning_resilience.run.events import Saved
+from lightning_resilience.run.history import read_history
 from lightning_resilience.run.interruptions import interruptions
-from lightning_resilience.run.ledger import read_ledger
 from lightning_resilience.run.save_interval import mean_time_to_failure_s
 from lightning_resilience.run.time_account import CHECKPOINT_SAVE
 
@@ -405,7 +405,7 @@ class LocalSavePolicy(Participant):
 
     def _choose_interval(self) -> ChosenInterval:
         fit = self.session.fit
-        events = read_ledger(fit.run.ledger) if fit.rank == 0 else []
+        events = read_history(fit.run.ledger).events if fit.rank == 0 else []
         observed_s = max(0.0, time.time() - events[0].time) if events else 0.0
         mean_time_s = mean_time_to_failure_s(fit.trainer.world_size, len(interruptions(events)), observed_s)
         # From a failure on, a process needs as long as this one has until it trains.

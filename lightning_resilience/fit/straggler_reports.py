@@ -48,7 +48,7 @@ from lightning_resilience.launch import membership
 from lightning_resilience.launch.nodes import why_not_excluded
 from lightning_resilience.run import exit_codes
 from lightning_resilience.run.events import Stragglers, StragglersReplaced, StragglerStop
-from lightning_resilience.run.ledger import read_ledger
+from lightning_resilience.run.history import read_history
 from lightning_resilience.run.run_directory import REPLACES_STRAGGLERS_VARIABLE, is_started_again
 
 if TYPE_CHECKING:
@@ -193,7 +193,7 @@ class StragglerReports(Participant):
         if trainer.world_size > 1:
             self._comm_wait.start()
         if session.fit.rank == 0:
-            for event in read_ledger(session.fit.run.ledger):
+            for event in read_history(session.fit.run.ledger).events:
                 if isinstance(event, StragglerStop):
                     self._stopped_for.update(event.devices or ())
                 elif isinstance(event, StragglersReplaced):

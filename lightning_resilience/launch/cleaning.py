@@ -35,7 +35,8 @@ from lightning_resilience.launch.status import kept_lately, standing
 from lightning_resilience.launch.temporary import abandoned_folders
 from lightning_resilience.run.deadlines import BEAT_INTERVAL_S, DEAD_AFTER_BEATS
 from lightning_resilience.run.events import TimeSpent, parse
-from lightning_resilience.run.history import read_history
+from lightning_resilience.run.history import History
+from lightning_resilience.run.ledger import read_ledger
 from lightning_resilience.run.run_directory import LAUNCHED, FitDirectory, RunDirectory
 
 _LOCAL = "local checkpoints"
@@ -196,7 +197,7 @@ class _Run:
     @classmethod
     def read(cls, path: Path) -> _Run:
         directory = RunDirectory(os.path.realpath(path))
-        token, history = directory.attempt, read_history(directory.ledger)
+        token, history = directory.attempt, History(read_ledger(directory.ledger))
         how = standing(history.allocations[-1], directory.path) if history.allocations else None
         return cls(
             directory,

@@ -42,7 +42,7 @@ from lightning_resilience.launch.other_nodes import NodesMissing, OtherNode, Oth
 from lightning_resilience.launch.spares import SPARES_VARIABLE, Workers
 from lightning_resilience.run import deadlines
 from lightning_resilience.run.events import RanksReplaced
-from lightning_resilience.run.history import History, read_history
+from lightning_resilience.run.history import History, forget_histories, read_history
 from lightning_resilience.run.ledger import Ledger
 from lightning_resilience.run.run_directory import ELASTIC_VARIABLE, JOINS_VARIABLE, RUN_DIR_VARIABLE, RunDirectory
 
@@ -251,6 +251,8 @@ class Supervisor:
         thread = threading.Thread(target=lambda: answers.append(ask(read_history(self._ledger.path))), daemon=True)
         thread.start()
         thread.join(_READ_WITHIN_S)
+        if not answers:
+            forget_histories()  # a read that never ends does not hold up the next one
         return answers[0] if answers else None
 
     def record(

@@ -26,8 +26,8 @@ from lightning_resilience.launch.status import Standing, standing
 from lightning_resilience.run import time_account
 from lightning_resilience.run.events import LaunchStart, parse
 from lightning_resilience.run.goodput import account, reached_step
-from lightning_resilience.run.history import Allocation, read_history
-from lightning_resilience.run.ledger import is_ledger
+from lightning_resilience.run.history import Allocation, History
+from lightning_resilience.run.ledger import is_ledger, read_ledger
 from lightning_resilience.run.run_directory import RunDirectory
 
 _DEPTH = 3
@@ -149,7 +149,7 @@ def _facts(path: Path, cache: _Cache) -> tuple[dict[str, Any], Standing | None]:
 
 
 def _folded(path: Path) -> dict[str, Any]:
-    history = read_history(RunDirectory(path).ledger)
+    history = History(read_ledger(RunDirectory(path).ledger))  # of many runs, not all are kept
     events, launch = history.events, history.last(LaunchStart)
     last = history.allocations[-1] if history.allocations else None
     is_ongoing = last is not None and standing(last, path).is_ongoing

@@ -10,7 +10,8 @@ from pathlib import Path
 
 from lightning_resilience._files import load_json, sync_directory, write_json
 from lightning_resilience.run.events import LaunchStart
-from lightning_resilience.run.history import read_history
+from lightning_resilience.run.history import History
+from lightning_resilience.run.ledger import read_ledger
 from lightning_resilience.run.run_directory import RunDirectory
 from lightning_resilience.run.settings import has_arguments, identity_of_command
 
@@ -24,7 +25,7 @@ def last_launch(path: Path) -> LaunchStart | None:
     Args:
         path: The run directory.
     """
-    return read_history(RunDirectory(path).ledger).last(LaunchStart)
+    return History(read_ledger(RunDirectory(path).ledger)).last(LaunchStart)
 
 
 def script_name(command: Sequence[str]) -> str:

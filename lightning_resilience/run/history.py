@@ -38,7 +38,7 @@ from lightning_resilience.run.events import (
     WorkloadRequest,
 )
 from lightning_resilience.run.failures import Failure, RepeatedMistake, first_cause, growths, is_late, recurrence
-from lightning_resilience.run.ledger import Ledger, Reader, reader_of
+from lightning_resilience.run.ledger import Ledger, Reader, forget_events, reader_of
 from lightning_resilience.run.run_directory import RunDirectory
 
 EXCLUDE_THIS_NODE = "exclude_this_node"
@@ -222,7 +222,7 @@ class LiveHistory:
     def __init__(self, ledger: Ledger | Reader) -> None:
         self._ledger = ledger
         self._history = History()
-        self._insertions = 0
+        self._order: object = None
         self._lock = threading.Lock()
 
     def now(self) -> History:
@@ -232,16 +232,18 @@ class LiveHistory:
             OSError: If the ledger cannot be read.
         """
         with self._lock:
-            events, insertions = self._ledger.read()
-            if self._insertions != insertions:  # something has turned up that belongs further back
-                self._history, self._insertions = History(), insertions
+            events, order = self._ledger.read()
+            if self._order is not order:  # something has turned up that belongs further back
+                self._history = History()
+            self._order = None  # if a signal's handler raises, all is folded again
             for event in events[len(self._history.events) :]:
                 self._history.add(event)
+            self._order = order
             return self._history
 
 
 def read_history(path: str | os.PathLike[str]) -> History:
-    """The history in a ledger, to be read only: the same object goes on at the next call.
+    """The history in a ledger, to be read only: the same object goes on at the next call of this process.
 
     Args:
         path: As for :func:`~.ledger.read_ledger`.
@@ -251,6 +253,12 @@ def read_history(path: str | os.PathLike[str]) -> History:
     """
     reader = reader_of(path)
     return _histories.setdefault(os.fspath(reader.path), LiveHistory(reader)).now()
+
+
+def forget_histories() -> None:
+    """All are read anew when they are asked for again: they take no memory, and no read that is stuck holds them up."""
+    forget_events()
+    _histories.clear()
 
 
 _histories: dict[str, LiveHistory] = {}

@@ -39,6 +39,8 @@ log = logging.getLogger(__name__)
 
 _FOLDER = "ledger"  # in a run directory
 _TICK_S = 1e-6
+_BEGIN = 256
+"""How many bytes of a file tell it from another one that has its name: they have the time of its first line."""
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 _readers: dict[str, Reader] = {}
@@ -71,7 +73,7 @@ class Ledger:
         self._on_record = on_record
         self._warned = False
         self._ahead_s = 0.0  # of this host's clock
-        self._reader = Reader(self.path, moves_order=False) if only_reads else reader_of(self.path)
+        self._reader = Reader(self.path, moves_order=False) if only_reads else None
 
     def record(self, event: Event) -> None:
         """Appends one event, with the time, this rank and this node.
@@ -118,11 +120,11 @@ class Ledger:
         """
         return self.read()[0]
 
-    def read(self) -> tuple[list[Event], int]:
+    def read(self) -> tuple[list[Event], object]:
         """See :meth:`Reader.read`."""
         with suppress(OSError):
             os.utime(self.path)  # a client of NFS shows a folder as it was a while ago, unless it has changed it
-        return self._reader.read()
+        return (self._reader or reader_of(self.path)).read()
 
     def catch_up(self) -> None:
         """Has what is recorded next come after all that others have recorded by now, also if their clocks are ahead."""
@@ -150,7 +152,7 @@ def node_name() -> str:
 
 
 def read_ledger(path: str | os.PathLike[str]) -> list[Event]:
-    """Reads the ledger of a run; torn and foreign lines are skipped. Each is read once in a process.
+    """Reads the ledger of a run; torn and foreign lines are skipped.
 
     Args:
         path: The run directory, or the folder ``ledger`` in it.
@@ -167,18 +169,27 @@ def read_ledger(path: str | os.PathLike[str]) -> list[Event]:
         >>> [event.step for event in lr.read_ledger("runs/train") if event.name == "saved"]
         []
     """
-    return reader_of(path).read()[0]
+    return Reader(_folder_of(path)).read()[0]
 
 
 def reader_of(path: str | os.PathLike[str]) -> Reader:
-    """What reads a ledger in this process: the start of a rank asks for its events ten times.
+    """What reads a ledger for all of this process: the start of a rank asks for its events ten times.
 
     Args:
         path: As for :func:`read_ledger`.
     """
-    folder = Path(path).absolute()
-    folder = folder / _FOLDER if is_ledger(folder / _FOLDER) else folder
+    folder = _folder_of(path)
     return _readers.setdefault(os.fspath(folder), Reader(folder))
+
+
+def forget_events() -> None:
+    """What was read is read anew when it is asked for again."""
+    _readers.clear()
+
+
+def _folder_of(path: str | os.PathLike[str]) -> Path:
+    folder = Path(path).absolute()
+    return folder / _FOLDER if is_ledger(folder / _FOLDER) else folder
 
 
 def is_ledger(path: str | os.PathLike[str]) -> bool:
@@ -196,7 +207,7 @@ class _File:
     size: int = 0  # of what was read
     lines: int = 0
     order: float = -math.inf
-    identity: tuple[int, int] | None = None
+    begin: bytes = b""
 
 
 _Position = tuple[float, str, int]  # order, file, line
@@ -216,37 +227,37 @@ class Reader:
 
     def __init__(self, path: Path, moves_order: bool = True) -> None:
         self.path = path
-        self._insertions = 0
+        self._order = object()
         self._moves_order = moves_order
         self._files: dict[Path, _File] = {}
         self._found: list[tuple[_Position, Event]] = []
         self._lock = threading.Lock()
 
-    def read(self) -> tuple[list[Event], int]:
-        """All events in their order, and how often something was found that belongs before what was known already.
+    def read(self) -> tuple[list[Event], object]:
+        """All events in their order, and what is another object when some belong before what was known already.
 
         Raises:
             OSError: If the ledger cannot be read.
         """
         with self._lock:
-            return self._read(), self._insertions
+            while True:
+                try:
+                    return self._read(), self._order
+                except BaseException as error:  # also of a signal's handler
+                    self._begin_anew()  # of what comes before, something has been read and not been kept
+                    if not isinstance(error, _Another):
+                        raise
 
     def _read(self) -> list[Event]:
         files = _files_of(self.path)
         if not self._files.keys() <= set(files):
             self._begin_anew()
         new: list[tuple[_Position, Event]] = []
-        try:
-            for path in files:
-                new += _read_on(path, path.parent != self.path, self._files.setdefault(path, _File()))
-        except (OSError, _Another) as error:
-            self._begin_anew()  # of what comes before, something has been read and not been kept
-            if isinstance(error, OSError):
-                raise
-            return self._read()
+        for path in files:
+            new += _read_on(path, path.parent != self.path, self._files.setdefault(path, _File()))
         new.sort(key=_POSITION)
         if new and self._found and new[0][0] < self._found[-1][0]:
-            self._insertions += 1
+            self._order = object()
         if new:
             self._found = sorted(self._found + new, key=_POSITION)  # next to nothing where it is in order already
         if new and self._moves_order:
@@ -255,7 +266,7 @@ class Reader:
         return [event for _, event in self._found]
 
     def _begin_anew(self) -> None:
-        self._insertions += 1
+        self._order = object()
         self._files.clear()
         self._found.clear()
 
@@ -276,11 +287,10 @@ def _files_of(path: Path) -> list[Path]:
 def _read_on(path: Path, is_old: bool, read: _File) -> Iterator[tuple[_Position, Event]]:
     """The events in ``path`` after those that have been read."""
     with open(path, "rb") as file:
-        about = os.fstat(file.fileno())
-        identity = about.st_dev, about.st_ino
-        if about.st_size < read.size or read.identity not in (None, identity):
+        begin = os.pread(file.fileno(), _BEGIN, 0)
+        if os.fstat(file.fileno()).st_size < read.size or not begin.startswith(read.begin):
             raise _Another
-        read.identity = identity
+        read.begin = begin
         file.seek(read.size)
         for line in file:
             found = _parse(line)
