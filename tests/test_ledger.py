@@ -107,18 +107,20 @@ def test_a_ledger_that_has_taken_the_place_of_another_is_read_anew(tmp_path: Pat
     assert read_history(ledger.path).verified_step == 3
 
 
-@pytest.mark.parametrize("where", ["_parse", "_POSITION", "History.add"])
+@pytest.mark.parametrize(("owner", "name"), [(module, "_parse"), (module, "_POSITION"), (history.FailureCounts, "add")])
 def test_a_handler_that_raises_in_the_middle_of_a_read_costs_no_event(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str
 ) -> None:
     ledger = Ledger(tmp_path / "ledger")
-    for step in range(5):
+    ledger.record("start", restart_count=0)
+    assert len(read_history(ledger.path).events) == 1
+    for step in range(4):
         ledger.record("saved", step=step)
-    owner, name = (history.History, "add") if where == "History.add" else (module, where)
+    ledger.record("start", restart_count=1)
     real, calls = getattr(owner, name), iter(range(100))
 
     def interrupted(*args: Any) -> Any:
-        if next(calls) == 3:
+        if next(calls) == 4:
             raise KeyboardInterrupt
         return real(*args)
 
@@ -126,9 +128,9 @@ def test_a_handler_that_raises_in_the_middle_of_a_read_costs_no_event(
         patch.setattr(owner, name, interrupted)
         with pytest.raises(KeyboardInterrupt):
             read_history(ledger.path)
-    assert [event.step for event in ledger.events()] == list(range(5))
-    assert [event.step for event in read_history(ledger.path).events] == list(range(5))
-    assert read_history(ledger.path).safe_step() == 4
+    assert [event.name for event in ledger.events()] == ["start", *["saved"] * 4, "start"]
+    assert read_history(ledger.path).events == ledger.events()
+    assert read_history(ledger.path).failures.in_job == 1
 
 
 def test_threads_that_read_at_once_lose_nothing(tmp_path: Path) -> None:
