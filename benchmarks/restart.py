@@ -7,6 +7,7 @@ first one that no rank had made before.
     PYTHONPATH=. python benchmarks/restart.py [--kills 30] [--ranks 2 4] [--models tiny gpt] [--arms ...]
 
 With ``--gpu`` the tiny model is on GPUs; ranks for which there is none share the first one, over gloo.
+``--events N`` gives the run a past of so many events in its ledger; 50,000 are a month.
 ``--idle SECONDS`` measures instead what the spare processes of a training take while they wait.
 """
 
@@ -99,15 +100,20 @@ class Arm:
         ranks: How many.
         folder: For all that it writes.
         gpu: Whether it trains on GPUs.
+        events: How many are in the ledger of the run when it begins.
     """
 
-    def __init__(self, command: list[str], model: str, ranks: int, folder: Path, gpu: bool = False) -> None:
+    def __init__(
+        self, command: list[str], model: str, ranks: int, folder: Path, gpu: bool = False, events: int = 0
+    ) -> None:
         marks = folder / "marks"
         marks.mkdir(parents=True)
         self._watch(folder, ranks)
         self._taken = {"auto": ranks, "--elastic": 1}.get(command[-1], 0)  # spares, at each kill
         self._spares = ranks if self._taken else 0  # that were made until now
         is_ours = "lightning_resilience.launch.cli" in command
+        if events:
+            write_past(folder / "run" / "ledger", events)
         options = {"model": model, "marks": str(marks), "steps": 1_000_000, "ours": is_ours, "gpu": gpu}
         where = (
             ["--run-dir", str(folder / "run")] if is_ours else ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0"]
@@ -213,11 +219,27 @@ class Arm:
                 os.killpg(group, signal.SIGKILL)
 
 
-def measure(name: str, model: str, ranks: int, kills: int, seed: int, gpu: bool) -> list[tuple[float, float]]:
+def write_past(folder: Path, events: int) -> None:
+    """Writes the ledger of a run that has saved to node memory every minute, and has ended."""
+    folder.mkdir(parents=True)
+    began = time.time() - 60.0 * events - 3600.0
+    with open(folder / "past-00000000.jsonl", "w") as file:
+        for number in range(events):
+            line = {
+                **{"event": "saved", "time": began + 60.0 * number, "rank": 0, "node": "past", "fit": 0},
+                **{"step": number, "seconds": 0.2, "reason": "local", "tier": "local", "count": 60},
+                **{"generation": f"{number:08x}", "stall_s": 0.001, "skipped": 0, "failed": 0, "every_s": 1.0},
+            }
+            file.write(json.dumps(line) + "\n")
+
+
+def measure(
+    name: str, model: str, ranks: int, kills: int, seed: int, gpu: bool, events: int
+) -> list[tuple[float, float]]:
     """The times of some kills, one after the other in one training."""
     draw = random.Random(seed)
     with tempfile.TemporaryDirectory() as folder:
-        arm = Arm(ARMS[name], model, ranks, Path(folder), gpu)
+        arm = Arm(ARMS[name], model, ranks, Path(folder), gpu, events)
         found = []
         try:
             arm.train_on(BETWEEN_S)
@@ -273,6 +295,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="*", choices=["tiny", "gpt"], default=["tiny", "gpt"])
     parser.add_argument("--arms", nargs="*", choices=[*ARMS], default=[*ARMS])
     parser.add_argument("--gpu", action="store_true", help="the tiny model on GPUs")
+    parser.add_argument("--events", type=int, default=0, help="in the ledger of the run already (default: %(default)s)")
     parser.add_argument("--idle", type=float, metavar="SECONDS", help="measure spare processes that wait, for so long")
     options = parser.parse_args()
     if options.gpu and options.models != ["tiny"]:
@@ -290,7 +313,7 @@ def main() -> None:
             found: dict[str, list[tuple[float, float]]] = {name: [] for name in options.arms}
             for turn in range(-(-options.kills // options.each)):
                 for name in options.arms:
-                    found[name] += measure(name, model, ranks, options.each, turn, options.gpu)
+                    found[name] += measure(name, model, ranks, options.each, turn, options.gpu, options.events)
             base = statistics.median(new for _, new in found[options.arms[0]])
             for name, times in found.items():
                 first, new = zip(*times, strict=True)
