@@ -781,6 +781,37 @@ def test_a_boundary_is_noted_also_where_the_local_saves_hear_of_a_loss_first(
     assert [each._note.position for each in kept] == found
 
 
+def test_a_boundary_is_noted_before_an_event_is_acted_on(
+    train: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may change the state, and a rank that is lost in it has left its part."""
+    noted: list[tuple[int, int]] = []
+
+    class Acts(Participant):
+        def after_batch(self, window_complete: bool) -> None:
+            fit = joining._active.fit
+            if fit.trainer.global_step == 3:
+                fit.agreement.request("something")
+
+        def on_event(self, event: Any) -> None:
+            boundary, fit = joining._active.last_boundary, joining._active.fit
+            noted.append((fit.steps_counted, boundary._note.position))
+            raise Found
+
+    class Joins(L.Callback):
+        def on_train_start(self, *args: Any) -> None:
+            joining._active.fit.participants.add(Acts())
+
+    kept: list[LastBoundary] = []
+    keeps = LastBoundary._keep
+    monkeypatch.setattr(LastBoundary, "_keep", lambda boundary: (kept.append(boundary), keeps(boundary)))
+    train(100, lambda boundary, watched: None, callbacks=[Joins()])
+    [(counted, position)] = noted
+    assert counted == position
+    assert kept[-1]._note.position == position, "and what the event has changed is not noted where it fails"
+    assert len(kept) == position + 1
+
+
 @pytest.mark.parametrize("is_async", [True, False])
 def test_a_boundary_is_noted_before_the_state_is_saved(
     train: Callable[..., None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, is_async: bool

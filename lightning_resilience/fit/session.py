@@ -281,11 +281,12 @@ class FitSession:
             fit.module.automatic_optimization or self._behind_step.at(step)
         )
         self._clean = clean = clean and (not self._train_apart or fit.participants.ranks_agree())
-        agreed: tuple[Event, ...] = ()
         if (last_boundary := self.last_boundary) is not None:
             last_boundary.is_reached = is_whole
         try:
             agreed = fit.agreement.boundary(position, _CLEAN_TRAINING if clean else Needs.TRAINING)
+            if agreed and last_boundary is not None:
+                last_boundary.before_save()  # to act on them may take long, and change the state
             for event in agreed:
                 self._act(event)
             if self._rollback_request is not None:
@@ -298,7 +299,7 @@ class FitSession:
             self.saver.at_boundary()
         except Exception:
             # A rank is lost, perhaps: others that were faster than this one have noted this boundary.
-            if last_boundary is not None and not agreed:
+            if last_boundary is not None:
                 last_boundary.before_save()
             raise
         finally:
