@@ -20,7 +20,7 @@ BUDGET = {
     "checkpoint": 4983,
     "contrib": 225,
     "detect": 325,
-    "detect/hangs": 2552,
+    "detect/hangs": 2551,
     "detect/numerics": 800,
     "detect/stragglers": 370,
     "elastic": 519,

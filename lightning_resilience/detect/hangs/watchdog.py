@@ -51,8 +51,7 @@ from lightning_resilience.detect.hangs.rank_probe import EXIT_SIGNAL
 from lightning_resilience.detect.hangs.verdict import Verdict, diagnose
 from lightning_resilience.run import deadlines, exit_codes, time_account
 from lightning_resilience.run.events import Fault, Killed, TimeSpent
-from lightning_resilience.run.history import read_history
-from lightning_resilience.run.ledger import Ledger, node_name
+from lightning_resilience.run.ledger import Ledger, node_name, read_ledger
 from lightning_resilience.run.run_directory import ELASTIC_VARIABLE, RunDirectory
 from lightning_resilience.run.time_account import Spent, read_account
 
@@ -726,7 +725,7 @@ class Watchdog:
         if not self._is_started_again:
             return "nothing would start this run again"
         here = ("hang", True, self._about["fit"], late.section, verdict.culprits[0].step)
-        events = self._store(lambda: read_history(RunDirectory(self._about["run_dir"]).ledger).events) or []
+        events = self._store(lambda: read_ledger(RunDirectory(self._about["run_dir"]).ledger)) or []
         faults = (event for event in events if isinstance(event, Fault))
         if any((each.kind, each.busy, each.fit, each.section, each.step) == here for each in faults):
             return "it was ended here before, just as busy"
