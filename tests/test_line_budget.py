@@ -24,7 +24,7 @@ BUDGET = {
     "detect/numerics": 800,
     "detect/stragglers": 370,
     "elastic": 519,
-    "fit": 7087,
+    "fit": 7088,
     "launch": 9123,
     "launch/schedulers": 508,
     "run": 3200,
