@@ -7,7 +7,7 @@ first one that no rank had made before.
     PYTHONPATH=. python benchmarks/restart.py [--kills 30] [--ranks 2 4] [--models tiny gpt] [--arms ...]
 
 With ``--gpu`` the tiny model is on GPUs; ranks for which there is none share the first one, over gloo.
-``--events N`` gives the run a past of so many events in its ledger; 50,000 are a month.
+``--events N`` gives the run a past of so many events in its ledger; a month has some 10,000.
 ``--idle SECONDS`` measures instead what the spare processes of a training take while they wait.
 """
 

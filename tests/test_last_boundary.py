@@ -30,6 +30,7 @@ from lightning_resilience._lightning.lightning_patches import Patches
 from lightning_resilience.agreement_protocol import PeerLost
 from lightning_resilience.checkpoint.digest import digest_of
 from lightning_resilience.checkpoint.generations import rank_locations
+from lightning_resilience.checkpoint.local import LocalSaves
 from lightning_resilience.checkpoint.safe_serialization import pack
 from lightning_resilience.detect.hangs import watchdog
 from lightning_resilience.detect.numerics.divergence import Divergence
@@ -812,6 +813,34 @@ def test_a_boundary_is_noted_before_an_event_is_acted_on(
     assert len(kept) == position + 1
 
 
+def test_what_an_event_has_changed_is_noted_before_it_is_saved(
+    train: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Acts(Participant):
+        def after_batch(self, window_complete: bool) -> None:
+            if joining._active.fit.trainer.global_step == 2:
+                joining._active.fit.agreement.request("something")
+
+        def on_event(self, event: Any) -> None:
+            random.seed(77)
+
+    class Joins(L.Callback):
+        def on_train_start(self, *args: Any) -> None:
+            joining._active.fit.participants.add(Acts())
+
+    def take(policy: LocalSavePolicy) -> None:
+        boundary = joining._active.last_boundary
+        newest, *_ = read_own_parts(boundary._path(0), boundary._session.fit.nonce)
+        found.append(newest.python_state == random.getstate())
+        raise Found
+
+    found: list[bool] = []
+    monkeypatch.setattr(LocalSavePolicy, "_state", take)  # at step 3
+    monkeypatch.setattr(LocalSaves, "miss", lambda saves, step, error: None)
+    train(4, lambda boundary, watched: None, callbacks=[Joins()])
+    assert found[0]
+
+
 @pytest.mark.parametrize("is_async", [True, False])
 def test_a_boundary_is_noted_before_the_state_is_saved(
     train: Callable[..., None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, is_async: bool
@@ -822,9 +851,8 @@ def test_a_boundary_is_noted_before_the_state_is_saved(
 
     def look(name: str, collects: Callable[..., Any], *args: Any, **options: Any) -> Any:
         boundary, position = joining._active.last_boundary, joining._active.fit.steps_counted
-        if boundary.is_reached:
-            parts = read_own_parts(boundary._path(0), boundary._session.fit.nonce)
-            noted[name].append(boundary._note.position == parts[0].position == position)
+        parts = read_own_parts(boundary._path(0), boundary._session.fit.nonce)
+        noted[name].append(boundary._note.position == parts[0].position == position)
         return collects(*args, **options)
 
     def keep(boundary: LastBoundary, keeps: Callable[..., None] = LastBoundary._keep) -> None:

@@ -24,8 +24,8 @@ BUDGET = {
     "detect/numerics": 800,
     "detect/stragglers": 370,
     "elastic": 519,
-    "fit": 7088,
-    "launch": 9123,
+    "fit": 7092,
+    "launch": 9125,
     "launch/schedulers": 508,
     "run": 3200,
 }

@@ -228,13 +228,10 @@ class LastBoundary(Participant):
 
     Args:
         session: The fit.
-
-    Attributes:
-        is_reached: Whether this rank is at a boundary where no gradients are accumulated, and has not gone on from it.
     """
 
     def __init__(self, session: FitSession) -> None:
-        self.is_reached = False
+        self._is_due = False
         self._session = session
         self._off: str | None = None
         self._saved_at: int | None = None
@@ -262,10 +259,18 @@ class LastBoundary(Participant):
         """Notes whether gradients are accumulated over this boundary."""
         self._is_clean = window_complete
 
+    def note_early(self, is_due: bool) -> None:
+        """From here on :meth:`before_save` notes the state, once.
+
+        Args:
+            is_due: Whether this rank is at a boundary where no gradients are accumulated, and has not gone on from it.
+        """
+        self._is_due = is_due
+
     def before_save(self) -> None:
         """Notes the state of this boundary already now: of a rank that is lost in a save it would not be known."""
-        position = self._session.fit.steps_counted
-        if self.is_reached and (self._note is None or self._note.position != position):
+        if self._is_due:
+            self._is_due = False
             self._keep_if_possible()
 
     def before_batch(self) -> None:

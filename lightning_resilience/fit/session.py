@@ -282,7 +282,7 @@ class FitSession:
         )
         self._clean = clean = clean and (not self._train_apart or fit.participants.ranks_agree())
         if (last_boundary := self.last_boundary) is not None:
-            last_boundary.is_reached = is_whole
+            last_boundary.note_early(is_whole)
         try:
             agreed = fit.agreement.boundary(position, _CLEAN_TRAINING if clean else Needs.TRAINING)
             if agreed and last_boundary is not None:
@@ -291,6 +291,8 @@ class FitSession:
                 self._act(event)
             if self._rollback_request is not None:
                 self._roll_back()
+            if agreed and last_boundary is not None:
+                last_boundary.note_early(is_whole)  # what they have changed
             calls = fit.participants.in_step()
             for after_batch in calls.after_batch:
                 after_batch(is_whole)
@@ -304,7 +306,7 @@ class FitSession:
             raise
         finally:
             if last_boundary is not None:
-                last_boundary.is_reached = False
+                last_boundary.note_early(False)
         self.exact.before_fetch()
         for skips_batch in calls.skips_batch:
             if skips_batch():

@@ -95,6 +95,7 @@ class Supervisor:
         self._workers = Workers(makes_spares, log, self._put)
         self._goes_on, self._min_ranks = when_lost == "go_on", min_ranks
         self._policy = LossPolicy(self, world_size, max_restarts, term_timeout_s, when_lost, min_ranks)
+        self._reads: threading.Thread | None = None  # the ledger
         self._doors: dict[int, socket.socket] = {}
         self._processes: dict[int, Process] = {}
         self._pidfds: dict[int, int] = {}
@@ -247,12 +248,13 @@ class Supervisor:
 
     def _read(self, ask: Callable[[History], _T]) -> _T | None:
         """What the history of the run answers; in a thread, since the storage may not."""
+        if self._reads is not None and self._reads.is_alive():
+            forget_histories()  # or a read that never ends would hold up this one
         answers: list[_T] = []
         thread = threading.Thread(target=lambda: answers.append(ask(read_history(self._ledger.path))), daemon=True)
         thread.start()
         thread.join(_READ_WITHIN_S)
-        if not answers:
-            forget_histories()  # a read that never ends does not hold up the next one
+        self._reads = thread
         return answers[0] if answers else None
 
     def record(
