@@ -24,7 +24,7 @@ BUDGET = {
     "detect/numerics": 800,
     "detect/stragglers": 370,
     "elastic": 519,
-    "fit": 7092,
+    "fit": 7089,
     "launch": 9125,
     "launch/schedulers": 508,
     "run": 3200,

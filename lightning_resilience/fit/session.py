@@ -44,7 +44,6 @@ from lightning_resilience.run import time_account
 from lightning_resilience.run.events import Fault, RunRefused
 from lightning_resilience.run.failures import says_peer_is_lost
 from lightning_resilience.run.goodput import reached_step
-from lightning_resilience.run.history import forget_histories
 from lightning_resilience.run.run_directory import RUN_DIR_VARIABLE, AnotherFit, StaleAttempt
 from lightning_resilience.run.wandb_runs import begin_another, wandb_run_id
 
@@ -274,8 +273,6 @@ class FitSession:
         is_first, self._warm = not self._warm, True
         if is_first:
             park.begun()
-            if self.last_boundary is None:  # else this process may begin the fit again
-                forget_histories()
         self.exact.at_boundary()
         is_whole = clean = lightning_progress.accumulation_window_complete(fit.trainer) and (
             fit.module.automatic_optimization or self._behind_step.at(step)

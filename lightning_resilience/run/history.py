@@ -256,7 +256,7 @@ def read_history(path: str | os.PathLike[str]) -> History:
 
 
 def forget_histories() -> None:
-    """All are read anew when they are asked for again: they take no memory, and no read that is stuck holds them up."""
+    """All are read anew when they are asked for again, and no read that is stuck holds that up."""
     forget_events()
     _histories.clear()
 
