@@ -984,14 +984,14 @@ GUARDS = [
     Guard(
         "saved after a loss: what an event has changed is noted before it is saved",
         "fit/session.py",
-        "                last_boundary.note_early(is_whole)  # what they have changed\n",
+        "                last_boundary.notes_early = is_whole  # what they have changed\n",
         "                pass\n",
         "tests/test_last_boundary.py::test_what_an_event_has_changed_is_noted_before_it_is_saved",
     ),
     Guard(
         "saved after a loss: once before all saves of a boundary",
         "fit/last_boundary.py",
-        "            self._is_due = False\n",
+        "            self.notes_early = False\n",
         "",
         "tests/test_last_boundary.py::test_a_boundary_is_noted_before_the_state_is_saved",
     ),

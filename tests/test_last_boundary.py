@@ -48,6 +48,14 @@ from lightning_resilience.run.deadlines import LOSS_CONFIRMED_WITHIN_S
 from lightning_resilience.run.run_directory import StaleAttempt
 from tests import test_logs
 
+QUIET: dict[str, Any] = {
+    "accelerator": "cpu",
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
+
 
 class Found(Exception):
     """What was looked for is found: the fit need not go on."""
@@ -170,16 +178,7 @@ def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tupl
         module.within = step
         local = LocalCheckpoint(tmp_path / "local", every_n_train_steps=3, run_dir=tmp_path / "run")
         trainer = L.Trainer(
-            **{
-                "max_epochs": 3,
-                "accelerator": "cpu",
-                "logger": False,
-                "enable_checkpointing": False,
-                "enable_progress_bar": False,
-                "enable_model_summary": False,
-                "default_root_dir": tmp_path,
-                **options,
-            },
+            **{**QUIET, "max_epochs": 3, "default_root_dir": tmp_path, **options},
             callbacks=[Joins(), local, *more],
         )
         loaders = loader(4, shuffle=True), loader(8)
@@ -910,16 +909,8 @@ def test_what_a_batch_that_was_fetched_ahead_had_drawn_is_drawn_again(
     def fit(run: str, module: Reads) -> Reads:
         context.fits_begun.clear()
         torch.manual_seed(1)
-        trainer = L.Trainer(
-            max_epochs=1,
-            accelerator="cpu",
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            default_root_dir=tmp_path,
-            callbacks=[AutoResume(every_n_train_steps=4, async_save=False, run_dir=tmp_path / run)],
-        )
+        saves = AutoResume(every_n_train_steps=4, async_save=False, run_dir=tmp_path / run)
+        trainer = L.Trainer(**QUIET, max_epochs=1, default_root_dir=tmp_path, callbacks=[saves])
         with suppress(Found):
             trainer.fit(module, DataLoader(Drawn(), batch_size=2))
         return module

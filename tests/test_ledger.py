@@ -24,7 +24,7 @@ from lightning_resilience.launch.status import progress_line, status
 from lightning_resilience.run import history
 from lightning_resilience.run import ledger as module
 from lightning_resilience.run.failures import cause_of_end
-from lightning_resilience.run.history import forget_histories, read_history, troubles
+from lightning_resilience.run.history import read_history, troubles
 from lightning_resilience.run.interruptions import Interruption, interruptions
 from lightning_resilience.run.run_directory import Outcome, RunDirectory
 from tests.ledgers import Ledger, events_of, read_ledger
@@ -89,9 +89,6 @@ def test_each_line_is_read_once_in_a_process(tmp_path: Path, monkeypatch: pytest
     assert len(parsed) == 3
     assert module.read_ledger(tmp_path) == ledger.events(), "what a user reads, and may change, is another copy"
     assert len(parsed) == 6
-    forget_histories()
-    assert read_history(tmp_path).events == ledger.events()
-    assert len(parsed) == 9
 
 
 def test_a_ledger_that_has_taken_the_place_of_another_is_read_anew(tmp_path: Path) -> None:

@@ -24,10 +24,10 @@ BUDGET = {
     "detect/numerics": 800,
     "detect/stragglers": 370,
     "elastic": 519,
-    "fit": 7089,
-    "launch": 9125,
+    "fit": 7086,
+    "launch": 9123,
     "launch/schedulers": 508,
-    "run": 3200,
+    "run": 3195,
 }
 
 _NO_CODE = (

@@ -51,7 +51,7 @@ from lightning_resilience.checkpoint.snapshot import Snapshot, optimizer_tensors
 from lightning_resilience.fit import context
 from lightning_resilience.fit.checkpoint_selector import MAX_MARKED_BAD, BadCheckpoint
 from lightning_resilience.fit.joining import session_of
-from lightning_resilience.fit.local_saves import LocalSavePolicy
+from lightning_resilience.fit.local_saves import LocalSavePolicy, _unrecorded_s
 from lightning_resilience.fit.session import FitSession
 from lightning_resilience.fit.stop_on_signal import StopOnSignal
 from lightning_resilience.run.run_directory import LOCAL_DIR_VARIABLE, Outcome, RunDirectory, StaleAttempt
@@ -2138,6 +2138,16 @@ def test_a_wait_that_ends_by_itself_says_that_it_is_no_hang(looks: int, come: bo
     said: list[int] = []
     assert wait_with_heartbeat(Slow(looks).wait, 0.05, lambda: said.append(1)) == come
     assert len(said) == looks if come else len(said) > 0
+
+
+def test_a_month_of_saves_is_some_thousand_events() -> None:
+    day_s, at_s, found = 86400.0, 0.0, []
+    while at_s < 30 * day_s:
+        found.append(at_s)
+        at_s += _unrecorded_s(at_s)
+    assert sum(at_s < 3600 for at_s in found) == 60
+    assert 8000 < len(found) < 9000
+    assert max(after - before for before, after in pairwise(found)) == 300
 
 
 def test_a_training_that_waits_for_its_storage_does_not_hang(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:

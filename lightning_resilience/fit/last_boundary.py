@@ -228,10 +228,14 @@ class LastBoundary(Participant):
 
     Args:
         session: The fit.
+
+    Attributes:
+        notes_early: Whether :meth:`before_save` notes the state, once: this rank is at a boundary where no gradients
+            are accumulated, and has not gone on from it.
     """
 
     def __init__(self, session: FitSession) -> None:
-        self._is_due = False
+        self.notes_early = False
         self._session = session
         self._off: str | None = None
         self._saved_at: int | None = None
@@ -259,18 +263,10 @@ class LastBoundary(Participant):
         """Notes whether gradients are accumulated over this boundary."""
         self._is_clean = window_complete
 
-    def note_early(self, is_due: bool) -> None:
-        """From here on :meth:`before_save` notes the state, once.
-
-        Args:
-            is_due: Whether this rank is at a boundary where no gradients are accumulated, and has not gone on from it.
-        """
-        self._is_due = is_due
-
     def before_save(self) -> None:
         """Notes the state of this boundary already now: of a rank that is lost in a save it would not be known."""
-        if self._is_due:
-            self._is_due = False
+        if self.notes_early:
+            self.notes_early = False
             self._keep_if_possible()
 
     def before_batch(self) -> None:

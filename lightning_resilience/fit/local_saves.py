@@ -50,9 +50,8 @@ _LAST_WORDS_S = 5.0
 _USUAL_RECOVERY_S = 60.0
 _OTHERS_SAVE_WITHIN_S = 1.0
 _OF_MODEL = ("state_dict.", "optimizer_states.")
-_RECORD_EVERY_S = 60.0
-_RECORD_AT_LEAST_EVERY_S = 300.0
-_RECORD_SHARE = 0.01  # of the time since the fit has begun: the ledger is on shared storage, and each start reads all
+_RECORD_EVERY_S = (60.0, 300.0)
+_RECORD_SHARE = 0.01
 
 
 @dataclass(frozen=True)
@@ -380,8 +379,7 @@ class LocalSavePolicy(Participant):
             )
         )
         now, self._unrecorded = time.monotonic(), 0
-        wait_s = max(_RECORD_EVERY_S, _RECORD_SHARE * (now - self._begun_at))
-        self._record_at = now + min(wait_s, _RECORD_AT_LEAST_EVERY_S)
+        self._record_at = now + _unrecorded_s(now - self._begun_at)
 
     def _interval_s(self, before_s: float) -> float:
         """Seconds to the next save, after ``before_s`` between the last two."""
@@ -556,3 +554,13 @@ def _make_coordinator(prefix: str, world_size: int) -> SaveCoordinator:
 
     shared: Any = _get_default_store()
     return SaveCoordinator(PrefixStore(prefix, shared.clone()), world_size, PrefixStore(prefix, shared))
+
+
+def _unrecorded_s(age_s: float) -> float:
+    """For how long no save is recorded after one: the ledger is on shared storage, and each start reads all of it.
+
+    Args:
+        age_s: How long ago the fit has begun.
+    """
+    least_s, most_s = _RECORD_EVERY_S
+    return min(max(least_s, _RECORD_SHARE * age_s), most_s)

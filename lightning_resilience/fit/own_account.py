@@ -75,15 +75,10 @@ def record_killed(fit: FitContext) -> None:
     for own in own_directories():
         for path in matching(own / _FOLDER, "*.about"):
             about = read_json(path)
-            if about is None:
+            if about is None or not is_on_this_system(about) or is_running(about):
                 continue
             with suppress(OSError, KeyError, TypeError, ValueError):  # perhaps of another version
-                is_ours = about.get("run") == fit.run_id
-                is_old = not is_ours and time.time() - path.stat().st_mtime > _MONTH_S
-                # There may be many, and to look for a process takes longest.
-                if not (is_ours or is_old) or not is_on_this_system(about) or is_running(about):
-                    continue
-                if is_ours:
+                if about.get("run") == fit.run_id:
                     with open(path.with_suffix(".time"), "rb", buffering=0) as file:
                         spent = read_account(file)
                     if spent is not None:
@@ -93,7 +88,9 @@ def record_killed(fit: FitContext) -> None:
                             setattr(event, name, about[name])
                         event.killed = True
                         fit.ledger.record(event)
-                _remove(path)
+                    _remove(path)
+                elif time.time() - path.stat().st_mtime > _MONTH_S:
+                    _remove(path)
 
 
 def _remove(path: Path) -> None:

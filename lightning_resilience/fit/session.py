@@ -279,7 +279,7 @@ class FitSession:
         )
         self._clean = clean = clean and (not self._train_apart or fit.participants.ranks_agree())
         if (last_boundary := self.last_boundary) is not None:
-            last_boundary.note_early(is_whole)
+            last_boundary.notes_early = is_whole
         try:
             agreed = fit.agreement.boundary(position, _CLEAN_TRAINING if clean else Needs.TRAINING)
             if agreed and last_boundary is not None:
@@ -289,7 +289,7 @@ class FitSession:
             if self._rollback_request is not None:
                 self._roll_back()
             if agreed and last_boundary is not None:
-                last_boundary.note_early(is_whole)  # what they have changed
+                last_boundary.notes_early = is_whole  # what they have changed
             calls = fit.participants.in_step()
             for after_batch in calls.after_batch:
                 after_batch(is_whole)
@@ -303,7 +303,7 @@ class FitSession:
             raise
         finally:
             if last_boundary is not None:
-                last_boundary.note_early(False)
+                last_boundary.notes_early = False
         self.exact.before_fetch()
         for skips_batch in calls.skips_batch:
             if skips_batch():

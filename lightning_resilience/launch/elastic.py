@@ -42,8 +42,8 @@ from lightning_resilience.launch.other_nodes import NodesMissing, OtherNode, Oth
 from lightning_resilience.launch.spares import SPARES_VARIABLE, Workers
 from lightning_resilience.run import deadlines
 from lightning_resilience.run.events import RanksReplaced
-from lightning_resilience.run.history import History, forget_histories, read_history
-from lightning_resilience.run.ledger import Ledger
+from lightning_resilience.run.history import History
+from lightning_resilience.run.ledger import Ledger, read_ledger
 from lightning_resilience.run.run_directory import ELASTIC_VARIABLE, JOINS_VARIABLE, RUN_DIR_VARIABLE, RunDirectory
 
 _POLL_WITHOUT_PIDFD_S = 0.01
@@ -95,7 +95,6 @@ class Supervisor:
         self._workers = Workers(makes_spares, log, self._put)
         self._goes_on, self._min_ranks = when_lost == "go_on", min_ranks
         self._policy = LossPolicy(self, world_size, max_restarts, term_timeout_s, when_lost, min_ranks)
-        self._reads: threading.Thread | None = None  # the ledger
         self._doors: dict[int, socket.socket] = {}
         self._processes: dict[int, Process] = {}
         self._pidfds: dict[int, int] = {}
@@ -248,13 +247,14 @@ class Supervisor:
 
     def _read(self, ask: Callable[[History], _T]) -> _T | None:
         """What the history of the run answers; in a thread, since the storage may not."""
-        if self._reads is not None and self._reads.is_alive():
-            forget_histories()  # or a read that never ends would hold up this one
         answers: list[_T] = []
-        thread = threading.Thread(target=lambda: answers.append(ask(read_history(self._ledger.path))), daemon=True)
+
+        def read() -> None:  # by itself: one that is stuck must not hold up the next
+            answers.append(ask(History(read_ledger(self._ledger.path))))
+
+        thread = threading.Thread(target=read, daemon=True)
         thread.start()
         thread.join(_READ_WITHIN_S)
-        self._reads = thread
         return answers[0] if answers else None
 
     def record(

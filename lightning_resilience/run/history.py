@@ -38,7 +38,7 @@ from lightning_resilience.run.events import (
     WorkloadRequest,
 )
 from lightning_resilience.run.failures import Failure, RepeatedMistake, first_cause, growths, is_late, recurrence
-from lightning_resilience.run.ledger import Ledger, Reader, forget_events, reader_of
+from lightning_resilience.run.ledger import Ledger, Reader, reader_of
 from lightning_resilience.run.run_directory import RunDirectory
 
 EXCLUDE_THIS_NODE = "exclude_this_node"
@@ -253,12 +253,6 @@ def read_history(path: str | os.PathLike[str]) -> History:
     """
     reader = reader_of(path)
     return _histories.setdefault(os.fspath(reader.path), LiveHistory(reader)).now()
-
-
-def forget_histories() -> None:
-    """All are read anew when they are asked for again, and no read that is stuck holds that up."""
-    forget_events()
-    _histories.clear()
 
 
 _histories: dict[str, LiveHistory] = {}

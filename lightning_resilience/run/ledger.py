@@ -182,11 +182,6 @@ def reader_of(path: str | os.PathLike[str]) -> Reader:
     return _readers.setdefault(os.fspath(folder), Reader(folder))
 
 
-def forget_events() -> None:
-    """What was read is read anew when it is asked for again."""
-    _readers.clear()
-
-
 def _folder_of(path: str | os.PathLike[str]) -> Path:
     folder = Path(path).absolute()
     return folder / _FOLDER if is_ledger(folder / _FOLDER) else folder
