@@ -24,10 +24,10 @@ BUDGET = {
     "detect/numerics": 800,
     "detect/stragglers": 370,
     "elastic": 519,
-    "fit": 7086,
-    "launch": 9123,
+    "fit": 7099,
+    "launch": 9132,
     "launch/schedulers": 508,
-    "run": 3195,
+    "run": 3201,
 }
 
 _NO_CODE = (

@@ -940,12 +940,12 @@ class Fit:
     def __init__(
         self, monkeypatch: pytest.MonkeyPatch, tmp: Path, others: list[Any], device: str = "cuda", **module: Any
     ) -> None:
-        monkeypatch.setattr(straggler_reports.DeviceId, "of", staticmethod(lambda device: DeviceId("n", "GPU 1")))
         module = module or {"Event": Event, "current_stream": lambda: None}
         monkeypatch.setattr(torch, "get_device_module", lambda device: SimpleNamespace(**module))
         strategy = SimpleNamespace(root_device=torch.device(device, 0))
         self.trainer = SimpleNamespace(strategy=strategy, world_size=1, global_step=20, loggers=[], profiler=None)
         self.others, self.rank, self.index = others, 0, 0
+        self.devices = [DeviceId("n", "GPU 1")]
         self.time = SimpleNamespace(reached=0)
         self.ledger = Ledger(tmp / "ledger", 0)
 

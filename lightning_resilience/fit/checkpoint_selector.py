@@ -134,9 +134,15 @@ class CheckpointSelector:
         if self.local is None and not self.uses_global:
             return None
         zero = fit.trainer.is_global_zero
-        paths, generations = self._paths(), self._generations()
+        paths, generations = self._saved()
         own = bool(paths or generations)
-        if fit.from_rank_0(lambda: explicit is not None and self._is_users_choice(explicit, own)):
+
+        def judge() -> tuple[bool, bool]:
+            is_users = explicit is not None and self._is_users_choice(explicit, own)
+            return is_users, own and not is_users and self._mark_bad_if_not_restorable()
+
+        is_users_choice, was_marked = fit.from_rank_0(judge)
+        if is_users_choice:
             if zero and own:
                 log.info("The checkpoints of %s are not used: fit(ckpt_path=%r) wins.", fit.folder.path, explicit)
             self._users_choice, self.complete = explicit, []
@@ -144,8 +150,8 @@ class CheckpointSelector:
         if zero:
             with contextlib.suppress(OSError):  # they do no harm
                 clean_temporaries(fit.folder.checkpoints)
-        if own and fit.from_rank_0(self._mark_bad_if_not_restorable):
-            paths, generations = self._paths(), self._generations()
+        if was_marked:
+            paths, generations = self._saved()
         finished = self._outcome.finished_before()
         if (choice := self._first_usable(paths, generations, finished)) is not None:
             return choice
@@ -182,7 +188,7 @@ class CheckpointSelector:
         if self.local is None and not self.uses_global:
             return None
         self._event = RestoredInPlace  # in the same processes: no interruption
-        paths, generations = self._paths(), self._generations()
+        paths, generations = self._saved()
         choice = self._first_usable(
             [path for path in paths if resume.step_of(path) <= until],
             [each for each in generations if each.step <= until and not only_global],
@@ -217,14 +223,21 @@ class CheckpointSelector:
         self._fit.check_owner()
         self._fit.folder.forks = [*self.forks, step]
 
-    def _paths(self) -> list[Path]:
+    def _saved(self) -> tuple[list[Path], list[Generation]]:
+        """The checkpoints in the run directory, and the local generations that can be used."""
         folder = self._fit.folder
 
-        def look() -> list[Path]:
-            folder.checkpoints.stat()  # it was created: a missing folder is not an empty one
-            return resume.checkpoints(folder.checkpoints)
+        def look() -> tuple[list[Path], dict[str, str], list[int]]:
+            paths = list[Path]()
+            if self.uses_global:
+                folder.checkpoints.stat()  # it was created: a missing folder is not an empty one
+                paths = resume.checkpoints(folder.checkpoints)
+            return paths, folder.bad_checkpoints, folder.forks
 
-        return self._fit.from_rank_0(look) if self.uses_global else []
+        # As rank 0 reads it: on shared storage other ranks may see an older version.
+        paths, marked_bad, self.forks = self._fit.from_rank_0(look)
+        self._fit.metadata["course"] = self.course
+        return paths, [] if self.local is None else self._generations(self.local, marked_bad)
 
     def _first_usable(self, paths: list[Path], generations: list[Generation], finished: bool) -> Choice | None:
         self._unreadable = []
@@ -318,18 +331,11 @@ class CheckpointSelector:
         except OSError as failure:
             log.warning("%s could not be moved to quarantine (%s); it is left where it is.", path, failure)
 
-    def _generations(self) -> list[Generation]:
-        """The local generations that can be used."""
-        fit = self._fit
-        # As rank 0 reads it: on shared storage other ranks may see an older version.
-        marked_bad, self.forks = fit.from_rank_0(lambda: (fit.folder.bad_checkpoints, fit.folder.forks))
-        fit.metadata["course"] = self.course
-        if self.local is None:
-            return []
-        self.local.discard(set(marked_bad), "marked bad in its probation")
-        usable, reasons = self.local.find(without=marked_bad, forks=self.forks)
+    def _generations(self, local: LocalTier, marked_bad: dict[str, str]) -> list[Generation]:
+        local.discard(set(marked_bad), "marked bad in its probation")
+        usable, reasons = local.find(without=marked_bad, forks=self.forks)
         self._report_bad()
-        if reasons and fit.trainer.is_global_zero:
+        if reasons and self._fit.trainer.is_global_zero:
             log.info("Local checkpoints that are not used: %s.", "; ".join(reasons))
         self.complete = usable
         return usable

@@ -6,7 +6,6 @@ import logging
 import os
 import sys
 import time
-import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -18,7 +17,9 @@ from lightning_resilience._files import Patience
 from lightning_resilience._lightning import lightning_patches, lightning_progress, lightning_strategies
 from lightning_resilience.agreement import Agreement, neighbourhood, nodes_of
 from lightning_resilience.agreement_protocol import Event, Position
+from lightning_resilience.checkpoint.generations import rank_locations
 from lightning_resilience.checkpoint.safe_serialization import device_of
+from lightning_resilience.detect.device_id import DeviceId
 from lightning_resilience.detect.hangs.progress import Progress, Section
 from lightning_resilience.detect.numerics.divergence import Divergence
 from lightning_resilience.elastic.group import DEFAULT
@@ -93,27 +94,36 @@ class FitContext:
         """For storage that does not respond at the start of the fit or in a rollback."""
         self.run = RunDirectory(path)
         self.run_id: str
-        # A copied directory gets its own identity before anything in it is read.
-        path, self.run_id, other = self.from_rank_0(
-            lambda: (str(self.run.path), self.run.identity(), self.run.enter(job()))
-        )
+        self.token: str
+
+        def enter() -> tuple[str, str, int | None, str]:
+            # A copied directory gets its own identity before anything in it is read.
+            run_id, other = self.run.identity(), self.run.enter(job())
+            return str(self.run.path), run_id, other, self.run.claim() if other is None else ""
+
+        path, self.run_id, other, self.token = self.from_rank_0(enter)
         self.run = RunDirectory(path)  # rank 0's counts
         if other is not None:
             raise RuntimeError(
                 f"Process {other} on this host trains in {path} now, and this one would take the run over. Wait for "
                 "it, stop it with SIGTERM, or use another run_dir."
             )
-        self.token: str
-        self.nonce: str
-        self.token, self.nonce = self.from_rank_0(lambda: (self.run.claim(), uuid.uuid4().hex[:12]))
+        self.nonce = self.token[:12]
+        """In the names of what belongs to this start of the fit."""
         if trainer.num_nodes > 1:
             self._check_that_all_nodes_see_it()
         self.index = fits_begun.get(self.run.path, 0)
         fits_begun[self.run.path] = self.index + 1
         self.folder = self.run.fit(self.index)
         self.ledger = Ledger(self.run.ledger, self.rank, on_record=self._on_record)
-        self.nodes = nodes_of(self.gather(neighbourhood()))
+        device = DeviceId.of(trainer.strategy.root_device)
+        places = self.gather((neighbourhood(), (os.uname().nodename, trainer.node_rank), device))
+        self.nodes = nodes_of([neighbourhood for neighbourhood, _, _ in places])
         """The ranks of every node, that of rank 0 first."""
+        self.locations = rank_locations([location for _, location, _ in places])
+        """Where every rank has its storage."""
+        self.devices: list[DeviceId] = [device for _, _, device in places]
+        """What every rank computes on."""
         self.previous_outcome = self.from_rank_0(self.folder.begin)
         self.agreement = Agreement(
             self.rank,

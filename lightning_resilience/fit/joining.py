@@ -58,19 +58,18 @@ class SessionCallback(lightning_callbacks.ResilienceCallback):
 
         run = RunDirectory(run_dir_of(trainer, _own_run_dir(trainer)))  # raises on all ranks or on none
 
-        def look() -> dict[str, Any] | None:
+        def look() -> outputs.Folders:
             fit = run.fit(context.fits_begun.get(run.path, 0))
             if run.trained_by(job()) is not None:
-                return None  # this fit will be refused
+                return outputs.folders(trainer, None)  # this fit will be refused
             recorded = None
             if fit.path.exists():
                 recorded = fit.outputs or {}
                 recorded = recorded if recorded.get("run") == run.identity() else {}
             fit.create()
-            return recorded
+            return outputs.folders(trainer, recorded)
 
-        recorded = from_rank_0(trainer, look, Patience())
-        outputs.reuse(trainer, recorded)
+        outputs.reuse(trainer, from_rank_0(trainer, look, Patience()))
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Joins the fit's session."""

@@ -20,7 +20,7 @@ from lightning_resilience._processes import process_age
 from lightning_resilience._torch import local
 from lightning_resilience.checkpoint import at_hand, capacity, local_folders, shard
 from lightning_resilience.checkpoint.devices import accelerator
-from lightning_resilience.checkpoint.generations import WHOLE, Transfer, rank_locations, rank_shard, replicated_shard
+from lightning_resilience.checkpoint.generations import WHOLE, Transfer, rank_shard, replicated_shard
 from lightning_resilience.checkpoint.local import Fallback, LocalSaves, Peers, SaveHooks
 from lightning_resilience.checkpoint.node_store import NodeStore, ShardWriter
 from lightning_resilience.checkpoint.rank_state import divergence_of
@@ -95,7 +95,7 @@ class LocalSavePolicy(Participant):
         self.session = session
         self._options = options
         trainer = session.fit.trainer
-        self.locations = rank_locations(session.fit.gather((os.uname().nodename, trainer.node_rank)))
+        self.locations = session.fit.locations
         self.location = self.locations[session.fit.rank]
         folder = local_folders.base_folder(options.dir) / self.location.node / session.fit.run_id
         problem = None

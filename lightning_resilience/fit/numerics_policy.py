@@ -20,7 +20,6 @@ from lightning_resilience._lightning import (
     lightning_strategies,
 )
 from lightning_resilience.agreement_protocol import Event, Needs
-from lightning_resilience.detect.device_id import DeviceId
 from lightning_resilience.detect.numerics.numerics import ChangingBuffers, SpikeReference, all_finite, nonfinite_names
 from lightning_resilience.detect.numerics.reruns import PendingRerun, blamed_devices, decide_rerun
 from lightning_resilience.detect.numerics.rollback_history import RollbackHistory, Window
@@ -151,7 +150,7 @@ class NumericsPolicy(Participant):
         self._skipped: dict[int, list[tuple[int, int]]] = {}
         self._initially_nonfinite: set[str] = set()
         """What was not finite from the beginning on purpose: masks of attention, say."""
-        self._devices: list[str] = []
+        self._devices = [str(each) for each in session.fit.devices]
         """Of all ranks."""
         self._pending_rerun: PendingRerun | None = None
         """The batch whose step was bad twice on the same devices, to be tried on others."""
@@ -215,14 +214,11 @@ class NumericsPolicy(Participant):
         )
         if sharded:
             lightning_steps.on_clipping_by_norm(trainer, patches, self._guard.before_norm, self._guard.take_norm)
-        if options.rerun == "validate_results":
-            self._devices = session.fit.gather(str(DeviceId.of(trainer.strategy.root_device)))
         if self._skips:
             self._logged = lightning_metrics.LoggedValues(trainer, patches)
         lightning_steps.on_backward(trainer, patches, self._check_loss)
-        self._initially_nonfinite = self._find_initially_nonfinite()
+        self._begin_history()
         lightning_checkpoints.on_save(trainer, session.fit.save_patches, self._may_save)
-        self._read()
         if session.fit.rank == 0 and self._skips:
             self._log_exceptions_to_skipping(sharded)
 
@@ -259,25 +255,24 @@ class NumericsPolicy(Participant):
         if self._late and lightning_callbacks.callbacks_named(trainer, "WeightAveraging"):
             log.info("WeightAveraging averages the same weights once more in a step that NaNGuard skips on the device.")
 
-    def _find_initially_nonfinite(self) -> set[str]:
-        """What is not finite when the fit begins for the first time: a checkpoint may bring along what should be."""
-        session = self.session
-        now = {
-            name
-            for name, tensor in lightning_strategies.named_state(session.fit.trainer)
-            if not bool(all_finite([tensor]))
-        }
-        names = sorted(set().union(*session.fit.gather(now)))
+    def _begin_history(self) -> None:
+        """Reads what is recorded; at the very first start records what is not finite, since it is so on purpose."""
+        fit = self.session.fit
 
-        def recorded() -> list[str]:
+        def recorded() -> RollbackHistory:
             # Batches have the same numbers as long as they are divided among as many ranks.
-            self._history = RollbackHistory.read(self._file, session.exact.begun_with)
-            if self._history.initially_nonfinite is None:
+            self._history = RollbackHistory.read(self._file, self.session.exact.begun_with)
+            return self._history
+
+        names = self._take_over(fit.from_rank_0(recorded))
+        if names is None:
+            state = lightning_strategies.named_state(fit.trainer)
+            now = {name for name, tensor in state if not bool(all_finite([tensor]))}
+            names = sorted(set().union(*fit.gather(now)))
+            if fit.rank == 0:
                 self._history.initially_nonfinite = names
                 self._write()
-            return self._history.initially_nonfinite
-
-        return set(session.fit.from_rank_0(recorded))
+        self._initially_nonfinite = set(names)
 
     def after_save(self, is_end: bool) -> None:
         """Says how deterministic the training was, when it has ended."""
@@ -493,7 +488,7 @@ class NumericsPolicy(Participant):
             if not self._turns_to_global(windows[0].step):
                 self._end(f"{why}; the run has gone back {self._options.max_rollbacks} times because of it")
             times = 1
-        self._read()
+        self._take_over(session.fit.from_rank_0(lambda: self._history))
         if is_suspect and (too_many := session.selector.mark_bad(why, windows[0].step)) is not None:
             self._end(too_many)
         only_global = session.fit.from_rank_0(lambda: self._history.of_global)
@@ -561,13 +556,13 @@ class NumericsPolicy(Participant):
         except OSError as error:
             log.error("The history of bad steps could not be written for a restart (%s).", error)
 
-    def _read(self) -> None:
-        """On all ranks, what rank 0 knows."""
-        history: RollbackHistory = self.session.fit.trainer.strategy.broadcast(self._history)
+    def _take_over(self, history: RollbackHistory) -> list[str] | None:
+        """Takes over what rank 0 knows; returns the names of what was not finite from the beginning, if it has them."""
         self._rollbacks, self._pending_rerun = history.rollbacks, history.suspect
         self._skipped = {}
         for window in history.skipped:
             self._skipped.setdefault(window.epoch, []).append((window.begin, window.end))
+        return history.initially_nonfinite
 
     def check_state(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
         """What is not finite, and was so from the beginning, may be saved."""

@@ -14,7 +14,7 @@ import os
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lightning_resilience._lightning import lightning_callbacks, lightning_loggers, lightning_patches
 from lightning_resilience.checkpoint import checkpoint_file
@@ -41,17 +41,32 @@ def record(trainer: Trainer, run: str) -> dict[str, Any]:
     }
 
 
-def reuse(trainer: Trainer, recorded: dict[str, Any] | None) -> None:
+class Folders(NamedTuple):
+    """Where an earlier attempt of a fit has written, of what still exists; see :func:`folders`.
+
+    Attributes:
+        is_first: Whether there was none.
+        loggers: For each file logger its folder and its version; ``None``: it begins anew.
+        checkpoints: By the callbacks' state keys.
+        configs: The configurations that were written, and their digests.
+    """
+
+    is_first: bool
+    loggers: list[tuple[str, int | str] | None]
+    checkpoints: dict[str, str]
+    configs: dict[str, str]
+
+
+def reuse(trainer: Trainer, before: Folders) -> None:
     """Has a fit write into the folders of an earlier attempt; called on all ranks before the set-up.
 
     Args:
         trainer: The Trainer of the fit.
-        recorded: The result of :func:`record` in that attempt, on rank 0; ``None`` in the first one.
+        before: Where that has written, as rank 0 sees it.
     """
-    folders = checkpoint_io.from_rank_zero(trainer.strategy, lambda: _folders(trainer, recorded))
     loggers = lightning_loggers.file_loggers(trainer)
     for number, logger in enumerate(loggers):
-        folder = folders["loggers"][number]
+        folder = before.loggers[number]
         if folder is not None:
             lightning_loggers.set_logger_folder(logger, *folder)
             if trainer.is_global_zero:
@@ -63,12 +78,12 @@ def reuse(trainer: Trainer, recorded: dict[str, Any] | None) -> None:
         if folder is None and trainer.is_global_zero:
             _keep_csv_of_another_run(logger)
     for callback in _checkpoints(trainer):
-        before = folders["checkpoints"].get(callback.state_key)
-        if before is not None and callback.dirpath not in (None, before) and trainer.is_global_zero:
-            log.info("ModelCheckpoint continues in %s, where this fit began, not in %s.", before, callback.dirpath)
-        callback.dirpath = before or callback.dirpath
-    if folders["begun"]:
-        _allow_overwriting(trainer, (recorded or {}).get("configs", {}))
+        began = before.checkpoints.get(callback.state_key)
+        if began is not None and callback.dirpath not in (None, began) and trainer.is_global_zero:
+            log.info("ModelCheckpoint continues in %s, where this fit began, not in %s.", began, callback.dirpath)
+        callback.dirpath = began or callback.dirpath
+    if not before.is_first:
+        _allow_overwriting(trainer, before.configs)
 
 
 def _keep_csv_of_another_run(logger: Any) -> None:
@@ -110,18 +125,24 @@ def _is_lost(file: Path, last_saved: int, metadata: dict[str, Any]) -> bool:
     return own and int(saved.get("step", -1)) > last_saved
 
 
-def _folders(trainer: Trainer, recorded: dict[str, Any] | None) -> dict[str, Any]:
-    """The recorded folders that still exist, for the loggers and callbacks that the Trainer has now."""
+def folders(trainer: Trainer, recorded: dict[str, Any] | None) -> Folders:
+    """The recorded folders that still exist, for the loggers and callbacks that the Trainer has now; on rank 0.
+
+    Args:
+        trainer: The Trainer of the fit.
+        recorded: The result of :func:`record` in an earlier attempt; ``None``: there was none.
+    """
     loggers = lightning_loggers.file_loggers(trainer)
     before = (recorded or {}).get("loggers", [])
     same = [(type(each).__name__, each.name) for each in loggers] == [(each["kind"], each["name"]) for each in before]
     found = [(each["save_dir"], each["version"]) if os.path.isdir(each["log_dir"]) else None for each in before]
     checkpoints = (recorded or {}).get("checkpoints", {})
-    return {
-        "begun": recorded is not None,
-        "loggers": found if same else [None] * len(loggers),
-        "checkpoints": {key: path for key, path in checkpoints.items() if os.path.isdir(path)},
-    }
+    return Folders(
+        recorded is None,
+        found if same else [None] * len(loggers),
+        {key: path for key, path in checkpoints.items() if os.path.isdir(path)},
+        (recorded or {}).get("configs", {}),
+    )
 
 
 def _location(logger: Any) -> dict[str, Any]:

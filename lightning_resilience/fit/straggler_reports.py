@@ -120,8 +120,7 @@ class StragglerReports(Participant):
         self._options = options
         self._on_report = on_report
         device = session.fit.trainer.strategy.root_device
-        device_id = DeviceId.of(device)
-        self._device_ids: list[DeviceId] = session.fit.gather(device_id)
+        self._device_ids = session.fit.devices
         self._nodes = len({each.node for each in self._device_ids})
         events = timing_events(device) if options.backend != "timer" else None
         self._profiler = self._choose(has_events=events is not None)
@@ -135,7 +134,9 @@ class StragglerReports(Participant):
             self._time = DeviceStepTimer(make, sampling, current_stream)
             self._comm_wait = CommWaitTimer(self._time.wait, streams=type(current_stream()))
         self._comm = _make_comm(session.fit.trainer) if session.fit.trainer.world_size > 1 else Comm()
-        self._history = History(f"{device_id}, {self.backend}, {session.fit.trainer.world_size} ranks")
+        self._history = History(
+            f"{session.fit.devices[session.fit.rank]}, {self.backend}, {session.fit.trainer.world_size} ranks"
+        )
         self._streaks = Streaks(options.min_consecutive_reports)
         self._lasting = Streaks(max(_ENDS_AFTER, options.min_consecutive_reports))
         self._panels = wandb_panels.Panels()
