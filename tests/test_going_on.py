@@ -853,6 +853,8 @@ def test_steps_have_the_samples_of_all_ranks_or_of_those_that_are_there_while_on
     output = gone_on(tmp_path, config, 3, f"--global-batch={global_batch}", "--spares=off")
     changed = [each[:2] for each in changes(Path(config["run_dir"]) / "ledger")]
     assert changed == [([1], [0, 2]), ([], [0, 1, 2])], output
+    assert "Changed since the last start" not in output, "the launcher has said it"
+    assert "calculated anew" not in output
     # Its state is not known after a loss, since the module saves one of its own. Where all leave together, it is.
     events = [*read_ledger(Path(config["run_dir"]) / "ledger")]
     (saved,) = [each["step"] for each in events if each.get("reason") == "ranks come back"]

@@ -38,6 +38,7 @@ from lightning_resilience.detect.hangs.timeouts import SECTION_TIMEOUTS_VARIABLE
 from lightning_resilience.faults import FaultInjector, SimulatedFault
 from lightning_resilience.fit.participant import Participant
 from lightning_resilience.fit.session import FitSession
+from lightning_resilience.launch import membership
 from lightning_resilience.run import deadlines, exit_codes
 from lightning_resilience.run.events import Fault, Unhealthy, WorkloadRequest
 from lightning_resilience.run.history import read_history
@@ -259,7 +260,8 @@ class HangWatch(Participant):
         def read() -> tuple[SectionTimeouts | None, set[Section]]:
             found, problem = timeouts.load(self._state, self.session.fit.index, self._layout, configured)
             if problem is not None:
-                log.warning("%s Timeouts are calculated anew.", problem)
+                is_known = (line := membership.current()) is not None and line.generation > 0  # that ranks come and go
+                log.log(logging.DEBUG if is_known else logging.WARNING, "%s Timeouts are calculated anew.", problem)
             return found, self._ended_too_early(configured)
 
         found, self._distrusted = self.session.fit.from_rank_0(read)  # the ranks must not differ

@@ -17,6 +17,7 @@ from lightning_resilience.checkpoint import data_position, sharded
 from lightning_resilience.fit.context import FitContext
 from lightning_resilience.fit.exact_state import ExactState
 from lightning_resilience.fit.outcome import FitOutcome
+from lightning_resilience.launch import membership
 from lightning_resilience.launch.schedulers import current_scheduler
 from lightning_resilience.run.run_directory import RUN_DIR_VARIABLE, AnotherFit
 from lightning_resilience.run.settings import (
@@ -153,7 +154,7 @@ class FitIdentity:
         trainer = self.fit.trainer
         data = data_position.describe_data(loaders)
         found: Settings = {}
-        share = self.exact.batch_share
+        share, line = self.exact.batch_share, membership.current()
         if not os.environ.get(RUN_DIR_VARIABLE):  # else the launch compares them; limits are those of the Trainer
             given = settings_of_arguments(sys.argv[1:])
             found = {name: value for name, value in given.items() if not is_end(name)}
@@ -167,7 +168,7 @@ class FitIdentity:
             **flat("accumulate_grad_batches", self.exact.accumulates),
             **flat("gradient_clip_val", trainer.gradient_clip_val),
             **lightning_limits.limits(trainer),
-            WORLD_SIZE: trainer.world_size,
+            WORLD_SIZE: trainer.world_size if line is None else len(line.slots),  # also while some of them are absent
         }
         return found
 
