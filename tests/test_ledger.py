@@ -567,6 +567,20 @@ def test_an_empty_or_torn_ledger_is_reported(tmp_path: Path, content: bytes) -> 
     assert report(tmp_path)
 
 
+def test_a_report_says_what_it_could_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.jsonl"
+    path.write_text('no JSON\n\n{"event": "of a later version"\n')
+    assert report(tmp_path).endswith(
+        "2 lines of the ledger are no events (torn by a kill, damaged, or of another version) and left out here."
+    )
+    path.write_text('{"event": "start", "time": 1.0}\n\n{"event": "sav')
+    assert "no event" not in report(tmp_path), "what is being written is none that was left out"
+    with open(path, "a") as file:
+        file.write('\n{"event": "saved", "time": 2.0, "step": 1}\n')
+    assert "1 line of the ledger is no event" in report(tmp_path)
+    assert json.loads(report(tmp_path, as_json=True))["skipped_lines"] == 1
+
+
 ODD = [None, True, -1, 1.5, 1e20, 10**30, float("nan"), float("inf"), "abc", "", [], [[1]], [None], {}, {"a": []}]
 MORE: tuple[dict[str, Any], ...] = (
     {"event": "slice_start", "slurm_job_id": "7", "restart_count": 1, "node_list": ["n1", "n2"]},

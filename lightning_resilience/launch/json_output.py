@@ -94,6 +94,7 @@ KEYS = {
         "categories": "rank-seconds of every category",
         "left_out_batches": "batches of absent ranks that were left out, with `--global-batch shrink`, as far as "
         "fits have ended",
+        "skipped_lines": "lines of the ledger that are no events: torn by a kill, damaged, or of another version",
         "advice": "what to change, what gains most first; at most five",
         "advice[].text": "what to do, and why",
         "advice[].rank_seconds": "what it would have saved",

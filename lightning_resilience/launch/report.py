@@ -24,6 +24,7 @@ from lightning_resilience.run.figures import figures_of
 from lightning_resilience.run.goodput import PART_OF, PARTS, Goodput, InterruptionCost, account
 from lightning_resilience.run.history import History, read_history
 from lightning_resilience.run.interruptions import Interruption, interruptions, repeated_failures
+from lightning_resilience.run.ledger import reader_of
 from lightning_resilience.run.replay import RunFigures
 from lightning_resilience.run.run_directory import Outcome, RunDirectory
 from lightning_resilience.run.what_if import predict
@@ -72,7 +73,8 @@ def report(run_dir: str | os.PathLike[str], as_json: bool = False, what_if: str 
     if as_json:
         return to_json(found)
     if not found["timeline"]:
-        return f"Nothing is recorded in {RunDirectory(run_dir).ledger}: no run has been started here."
+        nothing = f"Nothing is recorded in {RunDirectory(run_dir).ledger}: no run has been started here."
+        return "\n".join([nothing, *left_out(found)])
     if what_if is not None:
         return "\n".join(comparison(found))
     tables = (_worst(found), _restarts_table(found), _categories(found), _timeline(found))
@@ -127,7 +129,7 @@ def _content(run_directory: RunDirectory, history: History, goodput: Goodput, is
     is_known = active > 0 and goodput.ranks > 0
     outcome = None if is_ongoing else _outcome(run_directory, history)  # else that of the workers before
     every = all_interruptions(goodput.interruptions, interruptions(history.events))
-    left_out = {each.fit: each.left_out or 0 for each in history.of(BatchesLeftOut)}  # the last of each fit
+    batches = {each.fit: each.left_out or 0 for each in history.of(BatchesLeftOut)}  # the last of each fit
     return {
         "run_dir": str(run_directory.path),
         "began": goodput.began if goodput.seconds else None,
@@ -144,7 +146,8 @@ def _content(run_directory: RunDirectory, history: History, goodput: Goodput, is
         "restarts": _restarts(every),
         "repeated": [recurrence(*item) for item in repeated_failures(history.events).items()],
         "categories": _sorted(seconds),
-        "left_out_batches": sum(left_out.values()),
+        "left_out_batches": sum(batches.values()),
+        "skipped_lines": reader_of(run_directory.ledger).skipped,
         "timeline": [event.to_json() for event in history.events],
     }
 
@@ -290,7 +293,7 @@ def _verdict(found: dict[str, Any]) -> list[str]:
         lines += largest_losses(found)
     else:
         lines.append(f"Goodput is not known{' yet' * found['is_ongoing']}: no process has recorded its time.")
-    return [*lines, interruption_counts(found), *left_out_batches(found)]
+    return [*lines, interruption_counts(found), *left_out(found)]
 
 
 def extent(found: dict[str, Any]) -> str:
@@ -330,10 +333,14 @@ def interruption_counts(found: dict[str, Any]) -> str:
     return f"Interruptions: {counts}. Steps lost: {at_least}{steps}."
 
 
-def left_out_batches(found: dict[str, Any]) -> list[str]:
-    """Says how many batches of absent ranks were left out, if there are any."""
-    count = found["left_out_batches"]
-    return [f"{count} batch{'es' * (count > 1)} of absent ranks were left out."] if count else []
+def left_out(found: dict[str, Any]) -> list[str]:
+    """Says what the training has left out, and what this report has, if there is anything."""
+    batches, lines = found["left_out_batches"], found["skipped_lines"]
+    sentences = [f"{batches} batch{'es' * (batches > 1)} of absent ranks were left out."] * bool(batches)
+    if lines:
+        are = "line of the ledger is no event" if lines == 1 else "lines of the ledger are no events"
+        sentences.append(f"{lines} {are} (torn by a kill, damaged, or of another version) and left out here.")
+    return sentences
 
 
 def steps_lost(interruption: dict[str, Any]) -> str:

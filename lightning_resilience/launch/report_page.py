@@ -29,7 +29,7 @@ from lightning_resilience.launch.report import (
     gain,
     interruption_counts,
     largest_losses,
-    left_out_batches,
+    left_out,
     percent,
     phrase,
     read_run,
@@ -225,7 +225,7 @@ def _verdict(found: Mapping[str, Any]) -> Iterator[str]:
         yield "</p><ul>"
         yield from (f"<li>{_text(sentence)}</li>" for sentence in largest_losses(found))
         yield "</ul>"
-    yield f"<p>{_text(' '.join([interruption_counts(found), *left_out_batches(found)]))}</p>"
+    yield f"<p>{_text(' '.join([interruption_counts(found), *left_out(found)]))}</p>"
     yield from (f"<p>{_text(text[0].upper() + text[1:])}.</p>" for text in found["repeated"])
     yield "</section>"
 

@@ -201,6 +201,7 @@ class _File:
 
     size: int = 0  # of what was read
     lines: int = 0
+    skipped: int = 0
     order: float = -math.inf
     begin: bytes = b""
 
@@ -260,6 +261,11 @@ class Reader:
             _latest[name] = max(self._found[-1][0][0], _latest.get(name, -math.inf))
         return [event for _, event in self._found]
 
+    @property
+    def skipped(self) -> int:
+        """How many lines were no events: torn by a kill, damaged, or of another version."""
+        return sum(each.skipped for each in self._files.values())
+
     def _begin_anew(self) -> None:
         self._order = object()
         self._files.clear()
@@ -293,7 +299,9 @@ def _read_on(path: Path, is_old: bool, read: _File) -> Iterator[tuple[_Position,
                 return  # it is being written, or its writer was killed
             read.size += len(line)
             read.lines += 1
-            if found is not None:
+            if found is None:
+                read.skipped += bool(line.strip())
+            else:
                 order, event = found
                 read.order = -math.inf if is_old else max(read.order, order)
                 yield (read.order, path.name, read.lines), event
