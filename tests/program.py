@@ -312,14 +312,15 @@ class SlowWriter(TorchCheckpointIO):
 class Data(Dataset):
     def __init__(self, size: int, augment: bool, config: dict[str, Any] | None = None) -> None:
         self.size, self.augment = size, augment
-        self.config, self.fetched = config, 0
+        happens = config is not None and any(each["at"] == "data" for each in config["events"])
+        self.config, self.fetched = config if happens else None, 0
 
     def __len__(self) -> int:
         return self.size
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        self.fetched += 1
         if self.config is not None:
+            self.fetched += 1
             do(self.config, "data", self.fetched, int(os.environ.get("RANK", "0")))
         x = torch.randn(8, generator=torch.Generator().manual_seed(index))
         if self.augment:

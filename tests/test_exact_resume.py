@@ -218,15 +218,26 @@ def test_sharded_by_fsdp1(tmp_path: Path, options: dict[str, Any]) -> None:
     assert "is still being written" in done[2]
 
 
-@pytest.mark.parametrize(("data", "skipped"), [("tensors", True), ("shuffle", False)])
-def test_batches_are_skipped_by_the_sampler_where_nothing_is_lost(tmp_path: Path, data: str, skipped: bool) -> None:
-    config = make(tmp_path, "run", data=data)
+@pytest.mark.parametrize(
+    ("options", "skipped"),
+    [
+        ({"data": "tensors"}, True),
+        ({"data": "shuffle"}, False),
+        ({"data": "shuffle", "workers": 2, "augment": False}, True),
+        ({"data": "shuffle", "workers": 2}, False),
+    ],
+    ids=["tensors", "a dataset", "workers that leave no traces", "workers that draw random numbers"],
+)
+def test_batches_are_skipped_by_the_sampler_where_nothing_is_lost(
+    tmp_path: Path, options: dict[str, Any], skipped: bool
+) -> None:
+    config = make(tmp_path, "run", **options)
     run({**config, "events": [{"at": "train", "step": 29, "do": "SIGKILL"}]}, tmp_path / "run")
     codes, text = run(config, tmp_path / "run")
     assert codes == [0], text
     assert "Resuming from step 25" in text
     assert ("Fetching the first 9 batches" not in text) == skipped
-    assert result(config) == undisturbed(tmp_path, data=data)[0]
+    assert result(config) == undisturbed(tmp_path, **options)[0]
 
 
 def test_only_what_is_known_to_keep_no_state_is_skipped() -> None:

@@ -841,12 +841,19 @@ def test_no_step_of_a_device_is_done_again_when_a_rank_comes_back(tmp_path: Path
     torch.testing.assert_close(state_at_the_end(config), state_at_the_end(wanted), rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("global_batch", ["constant", "shrink"])
+@pytest.mark.parametrize(
+    ("global_batch", "data"),
+    [
+        pytest.param("constant", {}, id="constant"),
+        pytest.param("constant", {"workers": 1, "augment": False}, id="constant, and nothing is read again"),
+        pytest.param("shrink", {}, id="shrink"),
+    ],
+)
 @pytest.mark.slow
 def test_steps_have_the_samples_of_all_ranks_or_of_those_that_are_there_while_one_is_away(
-    tmp_path: Path, global_batch: str
+    tmp_path: Path, global_batch: str, data: dict[str, Any]
 ) -> None:
-    options: dict[str, Any] = {"trainer": {"max_epochs": 3}}
+    options: dict[str, Any] = {"trainer": {"max_epochs": 3}, **data}
     config = with_ranks(make(tmp_path, "disturbed", **options), 3)
     kill = {"at": "train", "step": 13, "rank": 1, "do": "SIGKILL", "once": True}
     config["events"] = [kill, is_back(config["run_dir"])]
@@ -855,6 +862,7 @@ def test_steps_have_the_samples_of_all_ranks_or_of_those_that_are_there_while_on
     assert changed == [([1], [0, 2]), ([], [0, 1, 2])], output
     assert "Changed since the last start" not in output, "the launcher has said it"
     assert "calculated anew" not in output
+    assert ("Fetching the first" not in output) == bool(data), output
     # Its state is not known after a loss, since the module saves one of its own. Where all leave together, it is.
     events = [*read_ledger(Path(config["run_dir"]) / "ledger")]
     (saved,) = [each["step"] for each in events if each.get("reason") == "ranks come back"]

@@ -126,7 +126,11 @@ NAMES: dict[str, tuple[Callable[[Any], Any], set[str]]] = {
         lambda t: importlib.import_module("torch.utils.data.dataloader")._MultiProcessingDataLoaderIter(
             torch.utils.data.DataLoader([1], num_workers=1)
         ),
-        {"_next_index", "_num_yielded", "_send_idx"},
+        {"_next_index", "_num_yielded", "_rcvd_idx", "_send_idx"},
+    ),
+    "torch's data loaders": (
+        lambda t: importlib.import_module("torch.utils.data.dataloader"),
+        {"_MultiProcessingDataLoaderIter"},
     ),
     "sync of a logged value": (
         lambda t: next(iter(t.fit_loop.epoch_loop._results.values())).meta.sync,

@@ -763,6 +763,16 @@ def replaced(config: dict[str, Any]) -> list[list[int]]:
     return [event["ranks"] for event in read_ledger(Path(config["run_dir"]) / "ledger") if event["event"] == "replaced"]
 
 
+@pytest.mark.parametrize("augment", [False, True])
+@pytest.mark.slow
+def test_data_are_read_again_only_where_workers_leave_traces(tmp_path: Path, augment: bool) -> None:
+    """Also those of the rank that was lost, which has left word of it in node memory."""
+    events = [{"at": "train", "step": 29, "rank": 1}, {"at": "train", "step": 45, "rank": 0}]
+    _, output = launched(tmp_path, 3, events, validation=False, workers=2, augment=augment, keeps_nothing=True)
+    assert output.count("after the loss: only the next one is done again") == 2, output
+    assert ("Fetching the first" in output) == augment, output
+
+
 REPLACED: dict[str, tuple[int, list[dict[str, Any]], list[list[int]]]] = {
     "the middle of 3, in a validation": (3, [{"at": "validation", "step": 16, "rank": 1}], [[1]]),
     "rank 0 of 2": (2, [{"at": "train", "step": 13, "rank": 0}], [[0]]),

@@ -166,30 +166,64 @@ def replay_fetch(trainer: Trainer) -> Callable[[], Any]:
     return lambda: next(fetcher)
 
 
-def fast_forward(trainer: Trainer, batches: int) -> bool:
-    """Moves the only training data loader on by ``batches`` without reading data. Returns whether that is possible.
+def fast_forward(trainer: Trainer, batches: int, reads_without_traces: bool) -> bool:
+    """Moves the only training data loader on by ``batches`` without reading all data before.
 
     Both iterators, the combined one of Lightning and the one of torch, count what they have yielded.
+
+    Args:
+        trainer: The Trainer.
+        batches: How many.
+        reads_without_traces: Whether nothing follows from what its workers have read; see :mod:`.reading_traces`.
+
+    Returns:
+        Whether that is possible.
     """
     fetcher, combined = trainer.fit_loop._data_fetcher, trainer.fit_loop._combined_loader
     if fetcher is None or combined is None or type(fetcher).__name__ != "_PrefetchDataFetcher":
         return False
-    if fetcher.length is None or not skip(combined, batches):
+    if fetcher.length is None or not skip(combined, batches, reads_without_traces):
         return False
     fetcher.fetched += batches
     return True
 
 
-def skip(combined: Any, batches: int) -> bool:
-    """Moves a combined loader that has begun on, as far as that needs no data. Returns whether it does not."""
-    if len(combined.flattened) != 1 or not data_position.can_skip(combined.flattened[0]):
+def skip(combined: Any, batches: int, reads_without_traces: bool) -> bool:
+    """Moves a combined loader that has begun on; see :func:`fast_forward`. Returns whether that is possible."""
+    if len(combined.flattened) != 1:
         return False
-    outer: Any = combined._iterator
+    (loader,), outer = combined.flattened, combined._iterator
     inner: Any = outer.iterators[0]
-    for _ in range(batches):
-        inner._next_index()
-    inner._num_yielded += batches
+    if data_position.can_skip(loader):
+        for _ in range(batches):
+            inner._next_index()
+        inner._num_yielded += batches
+    elif not reads_without_traces or not _skip_with_workers(loader, inner, batches):
+        return False
     outer._idx += batches
+    return True
+
+
+def _skip_with_workers(loader: Any, inner: Any, batches: int) -> bool:
+    """Moves torch's iterator with workers on: each batch that follows has the number and the worker it would have.
+
+    The workers have been asked for some batches already, and read these in vain.
+    """
+    if type(inner).__name__ != "_MultiProcessingDataLoaderIter" or not getattr(loader, "in_order", True):
+        return False
+    asked, turn = inner._send_idx, batches % loader.num_workers
+    left_out = batches - asked - turn
+    if asked != loader.prefetch_factor * loader.num_workers or inner._rcvd_idx or left_out <= 0:
+        return False
+    for _ in range(turn):
+        next(inner)
+    for _ in range(left_out):
+        inner._next_index()
+    inner._send_idx += left_out  # the next worker's turn is the same: it is a multiple of how many there are
+    for _ in range(asked):
+        next(inner)
+    inner._rcvd_idx += left_out
+    inner._num_yielded += left_out
     return True
 
 

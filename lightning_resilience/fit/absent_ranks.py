@@ -155,6 +155,11 @@ class AbsentRanks:
             passes = self._micro_batches, self._begin_step, self._expect_forward
             lightning_micro_batches.add_micro_batches(self._trainer, patches, *passes, self.share)
 
+    @property
+    def loaders(self) -> list[Any]:
+        """Those of the absent ranks."""
+        return [each for loader in self._loaders for each in loader.flattened]
+
     def leave(self) -> None:
         """The fit has ended."""
         if self._hook is not None:
@@ -236,7 +241,7 @@ class AbsentRanks:
                     iter(loader)
                     if state["first_batch"] is not None:
                         self._set_random_state(state["first_batch"])
-                    self._fetch_again(loader, done)
+                    self._fetch_again(loader, done, state.get("reads_without_traces", False))
                     self._set_random_state(now)
             else:
                 state["epoch"] = state["now"]
@@ -244,8 +249,8 @@ class AbsentRanks:
                     iter(loader)
                 state["first_batch"] = state["now"]
 
-    def _fetch_again(self, loader: Any, batches: int) -> None:
-        if batches and not lightning_data.skip(loader, batches):
+    def _fetch_again(self, loader: Any, batches: int, reads_without_traces: bool) -> None:
+        if batches and not lightning_data.skip(loader, batches, reads_without_traces):
             for _ in range(batches):
                 next(loader)
                 self._advanced()

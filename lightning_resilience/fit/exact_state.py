@@ -25,6 +25,7 @@ from lightning_resilience._lightning import (
 )
 from lightning_resilience._lightning.lightning_micro_batches import Division, TrainingData
 from lightning_resilience.checkpoint import data_position
+from lightning_resilience.checkpoint.reading_traces import ReadingTraces
 from lightning_resilience.checkpoint.reduction_order import (
     GradientArrivalRecorder,
     inexact_reasons,
@@ -76,6 +77,8 @@ class ExactState:
         """The order of the gradients when DDP built its buckets; ``None`` without buckets."""
         self.accumulates = fit.trainer.accumulate_grad_batches
         self.loading = lightning_patches.Patches()
+        self.traces = ReadingTraces()
+        """Of the workers of training data loaders."""
         self._recorder: GradientArrivalRecorder | None = None
         self._first_batch_random_state: data_position.RandomState | None = None
         self._epoch_random_state: data_position.RandomState | None = None
@@ -83,6 +86,7 @@ class ExactState:
         self._before_fetch: data_position.RandomState | None = None
         self._epoch_begun: tuple[Any, Any] = (None, None)
         self._kept_of_lost: dict[str, Any] | None = None
+        self._traces_of_lost: bool | None = None
         self._data: TrainingData | None = None
         self._absent: AbsentRanks | None = None
         self._left_out = 0
@@ -104,6 +108,7 @@ class ExactState:
         first_batch: data_position.RandomState | None,
         extra_state: dict[str, Any],
         absent: Mapping[int, dict[str, Any]],
+        reads_without_traces: bool,
     ) -> None:
         """From now on :meth:`own_state` is that of a lost rank, in whose place random states and metrics were put.
 
@@ -112,10 +117,19 @@ class ExactState:
             first_batch: The same at the first batch.
             extra_state: Its extra state, by name.
             absent: What only the ranks whose places it took would know; see :attr:`absent_states`.
+            reads_without_traces: Whether its workers had left none.
         """
         self._epoch_random_state, self._first_batch_random_state = epoch, first_batch
-        self._kept_of_lost = extra_state
+        self._kept_of_lost, self._traces_of_lost = extra_state, not reads_without_traces
         self.put_back_absent(absent)
+
+    @property
+    def reads_without_traces(self) -> bool:
+        """Whether a new worker would be as good as those that have read the data of this epoch in this process."""
+        if self._traces_of_lost is not None:
+            return not self._traces_of_lost
+        absent = [] if self._absent is None else self._absent.loaders
+        return self.traces.are_none([*lightning_data.train_loaders(self.fit.trainer), *absent])
 
     @property
     def absent_states(self) -> dict[int, dict[str, Any]]:
@@ -199,6 +213,7 @@ class ExactState:
             "in_flight": None if final else self._before_fetch,
             "kept": self._kept(),
             "loader_states": None if final else lightning_data.loader_states(self.fit.trainer),
+            "reads_without_traces": not final and self.reads_without_traces,
             "metrics": now["metrics"],
             "reload_epochs": lightning_data.reload_epochs(self.fit.trainer),
             "searched": lightning_callbacks.found_by_searches(self.fit.trainer),
@@ -312,7 +327,7 @@ class ExactState:
         self._data = TrainingData(trainer, self.loading, division)
         if places > world:
             shrinks = self.fit.from_rank_0(lambda: self._global_batch) == SHRINK
-            functions = self.fit.advanced, self.get_random_state, self.set_random_state, self._guard_workers
+            functions = self.fit.advanced, self.get_random_state, self.set_random_state, self.watch_workers
             self._absent = AbsentRanks(trainer, self.loading, self._data, ranks[1:], places, shrinks, *functions)
         return own
 
@@ -362,6 +377,11 @@ class ExactState:
         elif self.batch_share != 1 and is_first:
             log.info("Batches of %s, %s of the script's: there were fewer ranks at first.", sizes, self.batch_share)
 
+    def watch_workers(self, loaders: list[Any]) -> None:
+        """Has the workers of training data loaders be guarded, and see whether they leave traces when they read."""
+        self.traces.watch(loaders)
+        self._guard_workers(loaders)
+
     def begin_data(self, loaders: list[Any], load_loader_states: Callable[[], None]) -> None:
         """Prepares the data loaders for the resume, before their workers start."""
         if self.resumed is not None and self._data is not None:
@@ -382,6 +402,7 @@ class ExactState:
     def note_epoch(self) -> None:
         """Called before the iterator of an epoch is made."""
         self._epoch_random_state = self.get_random_state()
+        self.traces.forget()
 
     def start(self, is_first: bool) -> None:
         """Training begins, also after a rollback."""
@@ -421,7 +442,8 @@ class ExactState:
             batches = lightning_progress.epoch_loop_batches(self.fit.trainer)
             if mine is not None:
                 batches = int(mine["fetched"] * change)
-            if batches and lightning_data.fast_forward(self.fit.trainer, batches):
+            traceless = mine is not None and mine["reads_without_traces"]
+            if batches and lightning_data.fast_forward(self.fit.trainer, batches, traceless):
                 lightning_progress.count_replayed(self.fit.trainer)
                 return
             if batches and self.fit.rank == 0:
@@ -568,6 +590,7 @@ def _with_defaults(own: dict[str, Any]) -> dict[str, Any]:
         "absent": {},
         "batch_share": "1",
         "left_out": 0,
+        "reads_without_traces": False,
     }
     return {**defaults, **own, "metrics": metrics}
 

@@ -153,7 +153,7 @@ class _OwnValues:
             raise _Unknown("there are too many metrics")
         self.layout = xxhash.xxh3_64_intdigest(repr(kinds).encode())
         self._of_logs = len(LogPosition(0, 0)) * len(lightning_loggers.file_loggers(trainer))
-        self.size = 8 * (len(kinds) + 1 + self._of_logs) + sum(each.nbytes + 8 for each in self._tensors)
+        self.size = 8 * (len(kinds) + 2 + self._of_logs) + sum(each.nbytes + 8 for each in self._tensors)
 
     def _add(self, name: str, place: lightning_boundary.Place, is_buffer: bool) -> str:
         value = place[0][place[1]]
@@ -175,11 +175,12 @@ class _OwnValues:
         if not all(each.is_contiguous() for each in tensors):
             raise ValueError("a tensor has gaps")
 
-    def read(self, begun: int, logs: Sequence[LogPosition]) -> tuple[list[float], list[torch.Tensor]]:
+    def read(self, begun: int, traceless: bool, logs: Sequence[LogPosition]) -> tuple[list[float], list[torch.Tensor]]:
         """The numbers and tensors of now, as an own part takes them.
 
         Args:
             begun: The position at which the epoch has begun.
+            traceless: See :attr:`.ExactState.reads_without_traces`.
             logs: How far the loggers have logged; empty if that is not known.
 
         Raises:
@@ -188,7 +189,7 @@ class _OwnValues:
         of_logs = list(itertools.chain(*logs))
         if len(of_logs) != self._of_logs:
             of_logs = [math.nan] * self._of_logs
-        numbers = [begun, *of_logs, *(d[key] for (d, key), _ in self._numbers)]
+        numbers = [begun, traceless, *of_logs, *(d[key] for (d, key), _ in self._numbers)]
         numbers += [d[key].item() for (d, key), _ in self._scalars]
         tensors = [d[key] for d, key in self._places]
         if not all(map(operator.is_, tensors, self._tensors)):
@@ -199,8 +200,8 @@ class _OwnValues:
             self._tensors = tensors
         return numbers, tensors
 
-    def write(self, part: OwnPart) -> tuple[int, list[LogPosition]]:
-        """Puts what an own part holds in their place; returns ``begun`` and ``logs``.
+    def write(self, part: OwnPart) -> tuple[int, bool, list[LogPosition]]:
+        """Puts what an own part holds in their place; returns ``begun``, ``traceless`` and ``logs``.
 
         Raises:
             _Unknown: If it holds something else.
@@ -208,7 +209,9 @@ class _OwnValues:
         if part.layout != self.layout:
             raise _Unknown("ranks have different metrics")
         count = len(self._numbers)
-        (begun, *numbers), tensors = part.values(1 + self._of_logs + count + len(self._scalars), self._tensors)
+        (begun, traceless, *numbers), tensors = part.values(
+            2 + self._of_logs + count + len(self._scalars), self._tensors
+        )
         of_logs, numbers = iter(numbers[: self._of_logs]), numbers[self._of_logs :]
         for ((owner, key), kind), number in zip(self._numbers, numbers[:count], strict=True):
             owner[key] = kind(number)
@@ -220,7 +223,7 @@ class _OwnValues:
                     owner[key].copy_(tensor)
             else:
                 owner[key] = tensor
-        return int(begun), list(map(LogPosition, of_logs, of_logs, of_logs))
+        return int(begun), bool(traceless), list(map(LogPosition, of_logs, of_logs, of_logs))
 
 
 class LastBoundary(Participant):
@@ -330,7 +333,8 @@ class LastBoundary(Participant):
             state.set(self._session.exact.absent_states[rank]["now"])
             writer.put(position, 0, ())
         known = logs if self._rows is not None else []
-        self._writer.put(position, self._values.layout, *self._values.read(self._begun_at, known))
+        traceless = self._session.exact.reads_without_traces
+        self._writer.put(position, self._values.layout, *self._values.read(self._begun_at, traceless, known))
 
     def _arrange(self, position: int) -> None:
         """Looks which metrics and buffers there are."""
@@ -601,14 +605,14 @@ class LastBoundary(Participant):
             session.exact.logs.go_back(note.logs)
         for rank in ranks:
             part = self._part_of(rank, note.position)
-            begun_at, logs = values.write(part)
+            begun_at, traceless, logs = values.write(part)
             if rank == session.fit.rank:
                 session.exact.put_back_absent(note.absent)
             else:
                 kept = {LOGS: self._logs_of(rank, logs)} if rank == 0 and logs else {}
                 epoch = self._epoch_of(rank, begun_at)
                 absent = {int(each): {**of, **self._now_of(int(each), note)} for each, of in epoch["absent"].items()}
-                session.exact.stand_in(epoch["epoch"], epoch["first_batch"], kept, absent)
+                session.exact.stand_in(epoch["epoch"], epoch["first_batch"], kept, absent, traceless)
             part.restore_random_state()
             yield rank
 

@@ -155,7 +155,7 @@ class FitSession:
         if self._is_search() or not self._has_restored:
             load_loader_states()
             return
-        self._guard_workers(loaders)
+        self.exact.watch_workers(loaders)
         for before_training_data in self.fit.participants.implement(Participant.before_training_data):
             before_training_data(loaders)
         self._identity.check_data(loaders)
@@ -542,6 +542,7 @@ class FitSession:
         self.exact.loading.undo()
         for loader, init in self._guarded.items():
             loader.worker_init_fn = init
+        self.exact.traces.leave()
         self.fit.patches.undo()
         if self.fit.failing:
             lightning_loops.after_exception_hooks(self.fit.trainer, self.fit.save_patches, self._release_saves)
