@@ -22,7 +22,7 @@ from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, Tensor
 from lightning_resilience._lightning import lightning_metrics
 from lightning_resilience._lightning.lightning_micro_batches import Division, TrainingData
 from lightning_resilience._lightning.lightning_patches import Patches
-from lightning_resilience.run.settings import GLOBAL_BATCH_VARIABLE, global_batch
+from lightning_resilience.run.settings import GLOBAL_BATCH_VARIABLE, READ_AGAIN_VARIABLE, global_batch, read_again
 from tests.harness import differences, result, run, state_at_the_end, weights
 from tests.ledgers import read_ledger
 from tests.test_exact_resume import make
@@ -314,10 +314,13 @@ def test_the_batches_of_absent_ranks_are_left_out(
     assert events[-1]["left_out"] == sum(ranks[0] - count for count in there.values())
 
 
-def test_a_global_batch_that_is_no_choice_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_no_choice_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(GLOBAL_BATCH_VARIABLE, "smaller")
     with pytest.raises(ValueError, match="GLOBAL_BATCH must be constant or shrink, not 'smaller'"):
         global_batch()
+    monkeypatch.setenv(READ_AGAIN_VARIABLE, "never")
+    with pytest.raises(ValueError, match="READ_AGAIN must be always or if-changed, not 'never'"):
+        read_again()
 
 
 @pytest.mark.slow

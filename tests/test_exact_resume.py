@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import ConcatDataset, DataLoader, Subset, TensorDataset, WeightedRandomSampler
 
 from lightning_resilience.checkpoint import data_position
+from lightning_resilience.run.settings import READ_AGAIN_VARIABLE
 from tests.harness import result, run, samples, undisturbed
 
 
@@ -219,21 +220,24 @@ def test_sharded_by_fsdp1(tmp_path: Path, options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "skipped"),
+    ("options", "read_again", "skipped"),
     [
-        ({"data": "tensors"}, True),
-        ({"data": "shuffle"}, False),
-        ({"data": "shuffle", "workers": 2, "augment": False}, True),
-        ({"data": "shuffle", "workers": 2}, False),
+        pytest.param({"data": "tensors"}, "always", True, id="tensors"),
+        pytest.param({"data": "shuffle"}, "if-changed", False, id="a dataset"),
+        pytest.param({"data": "shuffle", "workers": 2, "augment": False}, "always", False, id="workers"),
+        pytest.param(
+            {"data": "shuffle", "workers": 2, "augment": False}, "if-changed", True, id="workers that leave no traces"
+        ),
+        pytest.param({"data": "shuffle", "workers": 2}, "if-changed", False, id="workers that draw random numbers"),
     ],
-    ids=["tensors", "a dataset", "workers that leave no traces", "workers that draw random numbers"],
 )
 def test_batches_are_skipped_by_the_sampler_where_nothing_is_lost(
-    tmp_path: Path, options: dict[str, Any], skipped: bool
+    tmp_path: Path, options: dict[str, Any], read_again: str, skipped: bool
 ) -> None:
-    config = make(tmp_path, "run", **options)
-    run({**config, "events": [{"at": "train", "step": 29, "do": "SIGKILL"}]}, tmp_path / "run")
-    codes, text = run(config, tmp_path / "run")
+    config, environment = make(tmp_path, "run", **options), {READ_AGAIN_VARIABLE: read_again}
+    killed = {**config, "events": [{"at": "train", "step": 29, "do": "SIGKILL"}]}
+    run(killed, tmp_path / "run", environment=environment)
+    codes, text = run(config, tmp_path / "run", environment=environment)
     assert codes == [0], text
     assert "Resuming from step 25" in text
     assert ("Fetching the first 9 batches" not in text) == skipped

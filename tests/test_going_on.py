@@ -857,7 +857,8 @@ def test_steps_have_the_samples_of_all_ranks_or_of_those_that_are_there_while_on
     config = with_ranks(make(tmp_path, "disturbed", **options), 3)
     kill = {"at": "train", "step": 13, "rank": 1, "do": "SIGKILL", "once": True}
     config["events"] = [kill, is_back(config["run_dir"])]
-    output = gone_on(tmp_path, config, 3, f"--global-batch={global_batch}", "--spares=off")
+    arguments = f"--global-batch={global_batch}", "--read-again=if-changed", "--spares=off"
+    output = gone_on(tmp_path, config, 3, *arguments)
     changed = [each[:2] for each in changes(Path(config["run_dir"]) / "ledger")]
     assert changed == [([1], [0, 2]), ([], [0, 1, 2])], output
     assert "Changed since the last start" not in output, "the launcher has said it"

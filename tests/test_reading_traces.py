@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import collections
+import gc
 import itertools
 import random
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,10 +20,45 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from lightning_resilience._lightning import lightning_data
 from lightning_resilience.checkpoint.reading_traces import ReadingTraces, outline
+from lightning_resilience.signals import WorkerGuard
+
+OF_MODULE = np.random.default_rng(1)
+
+
+def make_counter() -> Callable[[], None]:
+    count = 0
+
+    def add() -> None:
+        nonlocal count
+        count += 1
+
+    return add
+
+
+class Slots:
+    """Without a dictionary."""
+
+    __slots__ = ("__count", "unset")
+
+    def __init__(self) -> None:
+        self.__count = 0
+
+    def add(self) -> None:
+        """Counts."""
+        self.__count += 1
+
+
+class Named(dict[str, int]):
+    """A dictionary that has an attribute."""
+
+    count = 0
 
 
 class Numbers(Dataset[tuple[int, int]]):
     """Gives the index, and the worker that has read it; what a read does beside is given."""
+
+    of_class = random.Random(1)
+    reads = 0
 
     def __init__(self, read: Callable[[Any, int], Any] = lambda data, index: None, size: int = 60) -> None:
         self.read, self.size = read, size
@@ -38,6 +75,17 @@ class Numbers(Dataset[tuple[int, int]]):
         self.known: dict[int, int] = {}
         self.inner = SimpleNamespace(depth=SimpleNamespace(count=0), lock=threading.Lock())
         self.steps = [lambda each: each, self.twice]
+        self.bytes = bytearray(4)
+        self.seeds = np.random.SeedSequence(1)
+        self.slots, self.named, self.add = Slots(), Named(), make_counter()
+        self.legacy = np.random.RandomState(1)
+        self.odd = np.array([{"count": 0}, None])
+
+    def pick(self, index: int, known: dict[int, int] = {}) -> None:  # noqa: B006
+        known[index] = index
+
+    def from_module(self) -> float:
+        return float(OF_MODULE.random())
 
     def twice(self, each: int) -> int:
         return 2 * each
@@ -81,6 +129,19 @@ TRACES: dict[str, Callable[[Any, int], Any]] = {
     "writes to a tensor": lambda data, index: data.tensor.fill_(index),
     "keeps the latest": set_to(latest=lambda data: torch.zeros(1000)),
     "keeps some": lambda data, index: data.recent.append(index),
+    "draws from a generator of its class": lambda data, index: data.of_class.random(),
+    "draws from one of its module": lambda data, index: data.from_module(),
+    "draws from NumPy's older one": lambda data, index: data.legacy.rand(),
+    "counts in its class": lambda data, index: setattr(type(data), "reads", type(data).reads + 1),
+    "counts in a closure": lambda data, index: data.add(),
+    "counts in slots": lambda data, index: data.slots.add(),
+    "counts beside the items of a dictionary": lambda data, index: setattr(data.named, "count", index),
+    "keeps something in a default": lambda data, index: data.pick(index),
+    "notes it at a function": lambda data, index: setattr(data.steps[0], "index", index),
+    "writes to bytes": lambda data, index: data.bytes.__setitem__(0, index),
+    "writes past autograd": lambda data, index: data.tensor.data.fill_(index),
+    "writes to objects in an array": lambda data, index: data.odd[0].update(count=index),
+    "makes seeds": lambda data, index: data.seeds.spawn(1),
     "keeps all": lambda data, index: data.known.update({index: index}),
     "has an iterator": set_to(file=lambda data: iter([1])),
 }
@@ -98,11 +159,11 @@ def test_what_leaves_traces_is_known_by_the_workers(reads: str, none: bool) -> N
     loader = DataLoader(Numbers((TRACELESS | TRACES)[reads]), 2, num_workers=2)
     traces.watch([loader])
     traces.watch([loader])
-    assert traces.are_none([loader])
+    assert not traces.are_none([loader]), "nobody has looked"
     assert [batch[0].tolist() for batch in read(loader)] == [[2 * each, 2 * each + 1] for each in range(12)]
     assert traces.are_none([loader]) == none
     traces.forget()
-    assert traces.are_none([loader])
+    assert not traces.are_none([loader])
     traces.leave()
     assert (loader.collate_fn, loader.worker_init_fn) == (default_collate, None)
     assert not traces.are_none([loader])
@@ -133,6 +194,11 @@ def test_the_scripts_own_functions_of_a_loader_are_called() -> None:
     read(counts), read(draws)
     assert not traces.are_none([counts])
     assert traces.are_none([draws]), "before the first read"
+    loader = DataLoader(Numbers(), 2, num_workers=1)
+    traces.watch([loader])
+    loader.worker_init_fn = counting.begin  # by a class of the script's, in each epoch
+    read(loader)
+    assert not traces.are_none([loader])
     traces.leave()
     assert counts.collate_fn == counting.collate
     assert draws.worker_init_fn == counting.begin
@@ -177,6 +243,8 @@ class Endless(IterableDataset[int]):
 def test_of_what_is_not_watched_nothing_is_known(loader: Any) -> None:
     traces, watched = ReadingTraces(), DataLoader(Numbers(), 2, num_workers=1)
     traces.watch([loader, watched])
+    read(watched, 6), read(loader, 6)
+    assert traces.are_none([watched])
     assert not traces.are_none([loader])
     assert not traces.are_none([watched, loader])
     assert not traces.are_none([])
@@ -191,6 +259,51 @@ def test_an_object_is_looked_at_within_bounds() -> None:
     odd: list[Any] = [float("nan"), np.float64(2), torch.device("cpu"), Path, {1, 2}, frozenset([3]), b"4", 5j]
     odd.append(odd)
     assert outline(odd) == outline(odd)
+
+
+def test_a_loader_is_not_kept_alive_and_may_collate_itself() -> None:
+    class Collating(DataLoader[Any]):
+        def __init__(self) -> None:
+            super().__init__(Numbers(), 2, num_workers=1, collate_fn=self.collate)
+
+        def collate(self, samples: Any) -> Any:
+            return default_collate(samples)
+
+    traces, loader = ReadingTraces(), Collating()
+    traces.watch([loader])
+    read(loader)
+    assert traces.are_none([loader])
+    kept = weakref.ref(loader)
+    del loader
+    gc.collect()
+    assert kept() is None
+
+
+@pytest.mark.parametrize("guarded_first", [True, False])
+def test_what_guards_workers_is_not_in_the_way(guarded_first: bool) -> None:
+    """Loaders of a validation, which may be the same, are guarded at another time."""
+    traces, counting = ReadingTraces(), Counting()
+    loader = DataLoader(Numbers(), 2, num_workers=1, worker_init_fn=counting.begin)
+    if guarded_first:
+        loader.worker_init_fn = WorkerGuard(loader.worker_init_fn, ())
+        traces.watch([loader])
+    else:
+        traces.watch([loader])
+        loader.worker_init_fn = WorkerGuard(loader.worker_init_fn, ())
+    read(loader)
+    assert traces.are_none([loader])
+    traces.leave()
+    assert isinstance(loader.worker_init_fn, WorkerGuard)
+    assert loader.worker_init_fn.inner == counting.begin
+
+
+def test_a_collation_that_is_set_later_is_not_watched() -> None:
+    traces, loader = ReadingTraces(), DataLoader(Numbers(), 2, num_workers=1)
+    traces.watch([loader])
+    loader.collate_fn = Counting().collate
+    read(loader)
+    assert not traces.are_none([loader])
+    traces.leave()
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3])
@@ -218,8 +331,8 @@ def test_the_place_is_found_with_hardly_any_reading(workers: int, tmp_path: Path
     fewest = 2 * workers
     for batches in range(31):
         combined, inner = begun()
-        assert not lightning_data.skip(combined, batches, reads_without_traces=False)
-        can = lightning_data.skip(combined, batches, reads_without_traces=True)
+        assert not lightning_data.skip(combined, batches, False, lambda: None)
+        can = lightning_data.skip(combined, batches, True, lambda: None)
         assert can == (batches > fewest + batches % workers), batches
         if can:
             numbers = inner._send_idx, inner._rcvd_idx, inner._num_yielded, combined._iterator._idx
@@ -228,12 +341,20 @@ def test_the_place_is_found_with_hardly_any_reading(workers: int, tmp_path: Path
             assert len(log.read_text().splitlines()) <= 2 * (30 - batches + fewest + workers)
     combined, inner = begun()
     next(inner)
-    assert not lightning_data.skip(combined, 20, reads_without_traces=True), "it has gone on already"
+    assert not lightning_data.skip(combined, 20, True, lambda: None), "it has gone on already"
+
+
+def test_data_that_have_become_shorter_are_read_again() -> None:
+    """Which says what is wrong."""
+    loader = DataLoader(Numbers(), 2, num_workers=1)
+    combined: Any = SimpleNamespace(flattened=[loader], _iterator=SimpleNamespace(iterators=[iter(loader)], _idx=0))
+    assert not lightning_data.skip(combined, 31, True, lambda: None)
+    assert next(combined._iterator.iterators[0])[0].tolist() == [0, 1]
 
 
 def test_what_is_not_known_is_read_again() -> None:
     loader = DataLoader(Numbers(), 2, num_workers=1, in_order=False)
     combined: Any = SimpleNamespace(flattened=[loader], _iterator=SimpleNamespace(iterators=[iter(loader)], _idx=0))
-    assert not lightning_data.skip(combined, 20, reads_without_traces=True)
+    assert not lightning_data.skip(combined, 20, True, lambda: None)
     combined.flattened.append(loader)
-    assert not lightning_data.skip(combined, 20, reads_without_traces=True)
+    assert not lightning_data.skip(combined, 20, True, lambda: None)

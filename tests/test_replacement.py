@@ -768,7 +768,8 @@ def replaced(config: dict[str, Any]) -> list[list[int]]:
 def test_data_are_read_again_only_where_workers_leave_traces(tmp_path: Path, augment: bool) -> None:
     """Also those of the rank that was lost, which has left word of it in node memory."""
     events = [{"at": "train", "step": 29, "rank": 1}, {"at": "train", "step": 45, "rank": 0}]
-    _, output = launched(tmp_path, 3, events, validation=False, workers=2, augment=augment, keeps_nothing=True)
+    options = {"validation": False, "workers": 2, "augment": augment, "keeps_nothing": True}
+    _, output = launched(tmp_path, 3, events, "--read-again=if-changed", **options)
     assert output.count("after the loss: only the next one is done again") == 2, output
     assert ("Fetching the first" in output) == augment, output
 

@@ -10,6 +10,8 @@ import weakref
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
+from torch.utils.data import DataLoader
+
 from lightning_resilience._lightning.lightning_patches import Patches
 from lightning_resilience.checkpoint import data_position
 
@@ -166,7 +168,7 @@ def replay_fetch(trainer: Trainer) -> Callable[[], Any]:
     return lambda: next(fetcher)
 
 
-def fast_forward(trainer: Trainer, batches: int, reads_without_traces: bool) -> bool:
+def fast_forward(trainer: Trainer, batches: int, reads_without_traces: bool, advanced: Callable[[], None]) -> bool:
     """Moves the only training data loader on by ``batches`` without reading all data before.
 
     Both iterators, the combined one of Lightning and the one of torch, count what they have yielded.
@@ -175,6 +177,7 @@ def fast_forward(trainer: Trainer, batches: int, reads_without_traces: bool) -> 
         trainer: The Trainer.
         batches: How many.
         reads_without_traces: Whether nothing follows from what its workers have read; see :mod:`.reading_traces`.
+        advanced: Called behind each batch that is read.
 
     Returns:
         Whether that is possible.
@@ -182,29 +185,31 @@ def fast_forward(trainer: Trainer, batches: int, reads_without_traces: bool) -> 
     fetcher, combined = trainer.fit_loop._data_fetcher, trainer.fit_loop._combined_loader
     if fetcher is None or combined is None or type(fetcher).__name__ != "_PrefetchDataFetcher":
         return False
-    if fetcher.length is None or not skip(combined, batches, reads_without_traces):
+    if fetcher.length is None or not skip(combined, batches, reads_without_traces, advanced):
         return False
     fetcher.fetched += batches
     return True
 
 
-def skip(combined: Any, batches: int, reads_without_traces: bool) -> bool:
+def skip(combined: Any, batches: int, reads_without_traces: bool, advanced: Callable[[], None]) -> bool:
     """Moves a combined loader that has begun on; see :func:`fast_forward`. Returns whether that is possible."""
     if len(combined.flattened) != 1:
         return False
     (loader,), outer = combined.flattened, combined._iterator
     inner: Any = outer.iterators[0]
+    if not isinstance(loader, DataLoader) or batches > len(loader):
+        return False  # to read again says what is wrong
     if data_position.can_skip(loader):
         for _ in range(batches):
             inner._next_index()
         inner._num_yielded += batches
-    elif not reads_without_traces or not _skip_with_workers(loader, inner, batches):
+    elif not reads_without_traces or not _skip_with_workers(loader, inner, batches, advanced):
         return False
     outer._idx += batches
     return True
 
 
-def _skip_with_workers(loader: Any, inner: Any, batches: int) -> bool:
+def _skip_with_workers(loader: Any, inner: Any, batches: int, advanced: Callable[[], None]) -> bool:
     """Moves torch's iterator with workers on: each batch that follows has the number and the worker it would have.
 
     The workers have been asked for some batches already, and read these in vain.
@@ -217,11 +222,13 @@ def _skip_with_workers(loader: Any, inner: Any, batches: int) -> bool:
         return False
     for _ in range(turn):
         next(inner)
+        advanced()
     for _ in range(left_out):
         inner._next_index()
     inner._send_idx += left_out  # the next worker's turn is the same: it is a multiple of how many there are
     for _ in range(asked):
         next(inner)
+        advanced()
     inner._rcvd_idx += left_out
     inner._num_yielded += left_out
     return True

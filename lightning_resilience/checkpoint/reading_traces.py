@@ -3,14 +3,17 @@
 The place of a loader is that of its sampler, which is moved on in no time, and what its workers hold: the state of
 their random generators, and what a dataset of the user's remembers from one read to the next. If a worker has drawn no
 random number, and nothing in its dataset and its collation has changed, a new worker is as good as one that has read
-everything up to there. So the workers look, behind each batch, and leave word in shared memory when something has
-changed.
+everything up to there. So the workers look, behind each batch, and leave word in shared memory.
+
+What they see is what Python shows: not the state of generators in C, say. So it is for the user to say that samples
+depend on nothing but their index, and the look is there to notice when that is not so.
 
 What the first read changes is no trace: datasets open their files when they first need them, in each worker.
 """
 
 from __future__ import annotations
 
+import array
 import collections
 import functools
 import io
@@ -27,22 +30,32 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
+from lightning_resilience.signals import WorkerGuard
+
 log = logging.getLogger(__name__)
 
 _MOST_PARTS = 2000
 _MOST_ITEMS = 32
 _MOST_BYTES = 4096
 """Of an object, a container and an array: what is larger is looked at in part."""
+_UNCHANGED, _CHANGED = 1, 2
+"""What a worker has seen; 0: it has not looked twice."""
+
 _CONTAINERS = (list, tuple, set, frozenset, dict, collections.deque)
-_CONSTANT = (type, types.ModuleType, types.BuiltinFunctionType, torch.dtype, torch.device, logging.Logger)
+_CONSTANT = (types.ModuleType, types.BuiltinFunctionType, torch.dtype, torch.device, logging.Logger, DataLoader)
+_LIBRARIES = {
+    *("abc", "array", "builtins", "collections", "contextlib", "copyreg", "ctypes", "datetime", "enum", "functools"),
+    *("io", "itertools", "lightning", "lightning_resilience", "logging", "multiprocessing", "numpy", "pathlib"),
+    *("pytorch_lightning", "random", "re", "threading", "torch", "types", "typing", "weakref"),
+}
+"""Packages whose classes and functions keep no state that reads change."""
 
 
 class ReadingTraces:
     """Watches the workers of training data loaders."""
 
     def __init__(self) -> None:
-        # Weak: an epoch may create new loaders.
-        self._watches: weakref.WeakKeyDictionary[Any, _Watch] = weakref.WeakKeyDictionary()
+        self._watched: weakref.WeakSet[Any] = weakref.WeakSet()  # an epoch may create new loaders
 
     def watch(self, loaders: Iterable[Any]) -> None:
         """Has the workers of these loaders look, from their next iterators on; what cannot be watched is left out.
@@ -51,29 +64,45 @@ class ReadingTraces:
             loaders: Some may be watched already.
         """
         for loader in loaders:
-            if not (isinstance(loader, DataLoader) and loader.num_workers > 0) or loader in self._watches:
+            if not (isinstance(loader, DataLoader) and loader.num_workers > 0) or loader in self._watched:
                 continue
-            if not (isinstance(loader.dataset, IterableDataset) or loader.persistent_workers):
-                flags: Any = torch.zeros(loader.num_workers, dtype=torch.uint8)
-                flags.share_memory_()
-                watch = self._watches[loader] = _Watch(loader.collate_fn, loader.worker_init_fn, flags)
-                loader.collate_fn, loader.worker_init_fn = watch, watch.begin
+            if isinstance(loader.dataset, IterableDataset) or loader.persistent_workers:
+                continue
+            if hasattr(loader, "load_state_dict"):  # which finds its place by itself
+                continue
+            flags: Any = torch.zeros(loader.num_workers, dtype=torch.uint8)
+            flags.share_memory_()
+            guard = loader.worker_init_fn
+            inner = guard.inner if isinstance(guard, WorkerGuard) else guard
+            watch = loader.collate_fn = _Watch(loader.collate_fn, inner, flags)
+            if isinstance(guard, WorkerGuard):
+                guard.inner = watch.begin
+            else:
+                loader.worker_init_fn = watch.begin
+            self._watched.add(loader)
 
     def forget(self) -> None:
         """Other workers begin."""
-        for watch in self._watches.values():
-            watch.flags.zero_()
+        for loader in self._watched:
+            if isinstance(watch := loader.collate_fn, _Watch):
+                watch.flags.zero_()
 
     def are_none(self, loaders: Collection[Any]) -> bool:
-        """Whether the workers of all these loaders are watched, and have changed nothing since they have begun."""
-        watches = [self._watches.get(each) if isinstance(each, DataLoader) else None for each in loaders]
-        return bool(watches) and all(each is not None and not each.has_seen_changes for each in watches)
+        """Whether the workers of all these loaders are watched, and have seen that they do not change."""
+        watches = [each.collate_fn if isinstance(each, DataLoader) else None for each in loaders]
+        return bool(watches) and all(isinstance(each, _Watch) and each.has_seen_no_change for each in watches)
 
     def leave(self) -> None:
         """Has loaders be as they were."""
-        for loader, watch in self._watches.items():
-            loader.collate_fn, loader.worker_init_fn = watch.collate, watch.init
-        self._watches.clear()
+        for loader in self._watched:
+            if not isinstance(watch := loader.collate_fn, _Watch):
+                continue
+            loader.collate_fn, init = watch.collate, loader.worker_init_fn
+            if init == watch.begin:
+                loader.worker_init_fn = watch.init
+            elif isinstance(init, WorkerGuard) and init.inner == watch.begin:
+                init.inner = watch.init
+        self._watched.clear()
 
 
 class _Watch:
@@ -82,7 +111,7 @@ class _Watch:
     Args:
         collate: The loader's own.
         init: Its own ``worker_init_fn``.
-        flags: In shared memory, for each worker whether it has changed.
+        flags: In shared memory, what each worker has seen.
     """
 
     def __init__(self, collate: Callable[[Any], Any], init: Callable[[int], None] | None, flags: torch.Tensor) -> None:
@@ -92,9 +121,9 @@ class _Watch:
         self._outline: list[Any] | None = None
 
     @property
-    def has_seen_changes(self) -> bool:
-        """Whether any worker has."""
-        return bool(self.flags.numpy().any())
+    def has_seen_no_change(self) -> bool:
+        """Whether every worker has looked, and none has seen a change."""
+        return bool((self.flags.numpy() == _UNCHANGED).all())
 
     def begin(self, worker: int) -> None:
         """The loader's ``worker_init_fn``: called in the worker, before it reads."""
@@ -105,23 +134,23 @@ class _Watch:
     def __call__(self, samples: Any) -> Any:
         """The loader's ``collate_fn``."""
         batch = self.collate(samples)
-        if self._worker is not None and self._has_changed():
-            self.flags[self._worker] = 1
-            self._worker = None
+        if self._worker is not None:
+            self._look(self._worker)
         return batch
 
-    def _has_changed(self) -> bool:
+    def _look(self, worker: int) -> None:
         info = get_worker_info()
-        if info is None or info.id != self._worker:
-            return True
         try:
-            now = outline(info.dataset, self.collate)
+            now = None if info is None or info.id != worker else outline(info.dataset, self.collate)
         except Exception:  # of an object that does not like to be looked at
             log.debug("A dataset cannot be looked at", exc_info=True)
-            return True
-        if self._outline is None:
-            self._outline = now
-        return now is None or now != self._outline or self._random != _random_state()
+            now = None
+        is_first, self._outline = self._outline is None, self._outline or now
+        if now is None or now != self._outline or self._random != _random_state():
+            self.flags[worker] = _CHANGED
+            self._worker = self._random = self._outline = None  # which keeps alive what it was made of
+        elif not is_first:
+            self.flags[worker] = _UNCHANGED
 
 
 def _random_state() -> tuple[Any, ...]:
@@ -148,7 +177,8 @@ def outline(*things: Any) -> list[Any] | None:
     """What objects consist of, as far as they say it in attributes: equal if nothing in them has changed.
 
     Of random generators it has the state, of tensors and arrays which they are, and small ones whole, of large
-    containers the size and some items, and of what has no attributes only which object it is.
+    containers the size and some items, of functions and classes of the script what they refer to, and of what has no
+    attributes only which object it is.
 
     Args:
         things: The objects.
@@ -163,7 +193,7 @@ def outline(*things: Any) -> list[Any] | None:
         each = rest.pop()
         if each is None or isinstance(each, (bool, int, float, complex, str, bytes)):
             found.append(each if each == each else repr(each))  # NaN is equal to itself here
-        elif id(each) in seen or isinstance(each, _CONSTANT):
+        elif id(each) in seen or isinstance(each, _CONSTANT) or _is_of_library(each):
             found.append(_Same(each))
         else:
             if len(seen) >= _MOST_PARTS or (isinstance(each, Iterator) and not isinstance(each, io.IOBase)):
@@ -174,6 +204,12 @@ def outline(*things: Any) -> list[Any] | None:
     return found
 
 
+def _is_of_library(each: Any) -> bool:
+    """Whether it is a class or a function of a package that keeps no state in it."""
+    module = getattr(each, "__module__", None) if isinstance(each, (type, types.FunctionType)) else ""
+    return module is None or module.partition(".")[0] in _LIBRARIES
+
+
 def _about(each: Any) -> list[Any]:
     """What is known of an object beside its parts."""
     if isinstance(each, random.Random):
@@ -182,31 +218,62 @@ def _about(each: Any) -> list[Any]:
         return [pickle.dumps(each.get_state(legacy=False))]
     if isinstance(each, (np.random.Generator, np.random.BitGenerator)):
         return [pickle.dumps((each if isinstance(each, np.random.BitGenerator) else each.bit_generator).state)]
+    if isinstance(each, np.random.SeedSequence):
+        return [repr(each.state)]
     if isinstance(each, torch.Generator):
         return [_bytes_of(each.get_state())]
     if isinstance(each, torch.Tensor):
-        return [each._version]
+        is_small = each.device.type == "cpu" and each.layout == torch.strided and each.nbytes <= _MOST_BYTES
+        return [each._version, each.detach().tolist() if is_small and not each.is_quantized else None]
     if isinstance(each, np.ndarray):
         return [each.tobytes()] if each.nbytes <= _MOST_BYTES and not each.dtype.hasobject else []
+    if isinstance(each, (bytearray, array.array)):
+        return [len(each), bytes(memoryview(each).cast("B")[:_MOST_BYTES])]
     return [len(each)] if isinstance(each, _CONTAINERS) else []
 
 
 def _parts(each: Any) -> Iterator[Any]:
-    if isinstance(each, (random.Random, torch.Tensor, np.ndarray)):
-        return
     if isinstance(each, _CONTAINERS):
         yield from _ends(each)
         if isinstance(each, dict):
             yield from _ends(each.values())
+    elif isinstance(each, np.ndarray) and each.dtype.hasobject:
+        yield from _ends(each.ravel().tolist())
     elif isinstance(each, functools.partial):
         yield from (each.func, each.args, each.keywords)
     elif isinstance(each, types.FunctionType):
-        yield from (cell.cell_contents for cell in each.__closure__ or () if cell != types.CellType())
-    elif isinstance(each, types.MethodType):
-        yield from (each.__func__, each.__self__)
-    else:
-        yield from getattr(each, "__dict__", {}).values()
-        yield from (getattr(each, name, None) for cls in type(each).__mro__ for name in _slots(cls))
+        yield from _parts_of_function(each)
+    elif isinstance(each, (types.MethodType, staticmethod, classmethod)):
+        yield from (each.__func__, getattr(each, "__self__", None))
+    elif isinstance(each, property):
+        yield each.fget
+    elif isinstance(each, type):
+        yield from (value for name, value in vars(each).items() if not (name.startswith("__") and name.endswith("__")))
+        yield from (vars(each).get(name) for name in ("__init__", "__call__", "__getitem__", "__getitems__"))
+        yield from each.__bases__
+        return
+    yield from getattr(each, "__dict__", {}).values()
+    if not isinstance(each, types.FunctionType):
+        yield type(each)
+        slots = (slot for cls in type(each).__mro__ for slot in vars(cls).values())
+        for slot in slots:
+            if isinstance(slot, types.MemberDescriptorType) and not _is_of_library(slot.__objclass__):
+                try:
+                    yield slot.__get__(each)
+                except AttributeError:  # it is not set
+                    yield None
+
+
+def _parts_of_function(function: types.FunctionType) -> Iterator[Any]:
+    yield from (function.__defaults__, function.__kwdefaults__)
+    yield from (cell.cell_contents for cell in function.__closure__ or () if cell != types.CellType())
+    codes = [function.__code__]
+    while codes:
+        code = codes.pop()
+        codes += [each for each in code.co_consts if isinstance(each, types.CodeType)]
+        for name in code.co_names:
+            if not isinstance(found := function.__globals__.get(name), (types.FunctionType, type)):
+                yield found
 
 
 def _ends(items: Any) -> Iterator[Any]:
@@ -217,8 +284,3 @@ def _ends(items: Any) -> Iterator[Any]:
     yield from islice(items, _MOST_ITEMS // 2)
     if hasattr(items, "__reversed__"):
         yield from islice(reversed(items), _MOST_ITEMS // 2)
-
-
-def _slots(cls: type) -> list[str]:
-    slots = vars(cls).get("__slots__", ())
-    return [slots] if isinstance(slots, str) else list(slots)

@@ -250,7 +250,7 @@ class AbsentRanks:
                 state["first_batch"] = state["now"]
 
     def _fetch_again(self, loader: Any, batches: int, reads_without_traces: bool) -> None:
-        if batches and not lightning_data.skip(loader, batches, reads_without_traces):
+        if batches and not lightning_data.skip(loader, batches, reads_without_traces, self._advanced):
             for _ in range(batches):
                 next(loader)
                 self._advanced()

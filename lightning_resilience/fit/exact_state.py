@@ -41,7 +41,7 @@ from lightning_resilience.fit.outcome import FitOutcome
 from lightning_resilience.fit.participant import Stateful
 from lightning_resilience.launch import membership
 from lightning_resilience.run.events import BatchesLeftOut
-from lightning_resilience.run.settings import SHRINK, global_batch
+from lightning_resilience.run.settings import IF_CHANGED, SHRINK, global_batch, read_again
 
 log = logging.getLogger(__name__)
 
@@ -90,7 +90,7 @@ class ExactState:
         self._data: TrainingData | None = None
         self._absent: AbsentRanks | None = None
         self._left_out = 0
-        self._global_batch = global_batch()
+        self._global_batch, self._reads_again = global_batch(), read_again()
         self._was = (0, "")
         """How many ranks the run has, if not as many are there, and what to say of that."""
 
@@ -379,7 +379,8 @@ class ExactState:
 
     def watch_workers(self, loaders: list[Any]) -> None:
         """Has the workers of training data loaders be guarded, and see whether they leave traces when they read."""
-        self.traces.watch(loaders)
+        if self._reads_again == IF_CHANGED:
+            self.traces.watch(loaders)
         self._guard_workers(loaders)
 
     def begin_data(self, loaders: list[Any], load_loader_states: Callable[[], None]) -> None:
@@ -442,8 +443,8 @@ class ExactState:
             batches = lightning_progress.epoch_loop_batches(self.fit.trainer)
             if mine is not None:
                 batches = int(mine["fetched"] * change)
-            traceless = mine is not None and mine["reads_without_traces"]
-            if batches and lightning_data.fast_forward(self.fit.trainer, batches, traceless):
+            traceless = mine is not None and mine["reads_without_traces"] and self._reads_again == IF_CHANGED
+            if batches and lightning_data.fast_forward(self.fit.trainer, batches, traceless, self.fit.advanced):
                 lightning_progress.count_replayed(self.fit.trainer)
                 return
             if batches and self.fit.rank == 0:

@@ -40,7 +40,7 @@ from lightning_resilience.launch.view import diagnoses, ranks_now, watch
 from lightning_resilience.recipes import JOBS
 from lightning_resilience.run import exit_codes
 from lightning_resilience.run.ledger import node_name
-from lightning_resilience.run.settings import GLOBAL_BATCHES, SHRINK
+from lightning_resilience.run.settings import GLOBAL_BATCHES, READS_AGAIN, SHRINK
 from lightning_resilience.run.what_if import SETTINGS
 
 _NAME = r"[^\W\d]\w*"  # in Python
@@ -364,6 +364,13 @@ def _parser() -> argparse.ArgumentParser:
         help="batches of ranks that are absent, here or because the job has become smaller: the others train on them, "
         "too, or they are left out, so that steps have fewer samples (default: constant)",
     )
+    here.add_argument(
+        "--read-again",
+        choices=READS_AGAIN,
+        help="data of an epoch in which the training is resumed: always, or only if workers of the data loader have "
+        "changed by reading, as far as that is seen; say so if samples depend on nothing but their index and random "
+        "numbers (default: always)",
+    )
     here.add_argument("--nnodes", type=_nodes, default="1", metavar="N|MIN:MAX", help="nodes (default: 1)")
     here.add_argument(
         "--node-rank",
@@ -596,6 +603,7 @@ def _settings(options: argparse.Namespace) -> LaunchSettings:
         when_lost="go_on" if goes_on else "hold",
         min_ranks=min_ranks,
         replaces_stragglers=options.replace_stragglers,
+        read_again=options.read_again,
         global_batch=options.global_batch or (job.global_batch if job.global_batch == SHRINK else None),
     )
 
@@ -687,6 +695,7 @@ def _batch_script(options: argparse.Namespace, scheduler: Scheduler) -> tuple[Pa
 _ONE_NODE = {
     **{"nnodes": "1", "node_rank": None, "spare": False, "rdzv_endpoint": None, "retries_in_new_job": False},
     **{"elastic": False, "when_lost": None, "min_ranks": None, "global_batch": None, "replace_stragglers": False},
+    **{"read_again": None},
 }
 # The batch script or the command holds these.
 _NOT_FORWARDED = ("run_dir", "grace_period", "module", "fresh")

@@ -70,6 +70,7 @@ from lightning_resilience.run.run_directory import (
 from lightning_resilience.run.settings import (
     CONTINUE_VARIABLE,
     GLOBAL_BATCH_VARIABLE,
+    READ_AGAIN_VARIABLE,
     Change,
     changes,
     describe_changes,
@@ -112,6 +113,7 @@ class LaunchSettings:
         replaces_stragglers: With ``elastic``, whether ranks are replaced that are slow.
         global_batch: What becomes of the batches of absent ranks, see :data:`.GLOBAL_BATCHES`; ``None``: as the
             environment says.
+        read_again: Whether data of an epoch are read again, see :data:`.READS_AGAIN`; ``None``: the same.
     """
 
     command: list[str]
@@ -136,6 +138,7 @@ class LaunchSettings:
     min_ranks: int = 1
     replaces_stragglers: bool = False
     global_batch: str | None = None
+    read_again: str | None = None
 
     @property
     def is_single_node(self) -> bool:
@@ -803,6 +806,8 @@ class Launch:
             environment[SPARES_VARIABLE] = "auto"
         if self.settings.global_batch is not None:
             environment[GLOBAL_BATCH_VARIABLE] = self.settings.global_batch
+        if self.settings.read_again is not None:
+            environment[READ_AGAIN_VARIABLE] = self.settings.read_again
         if self.settings.replaces_stragglers:
             environment[REPLACES_STRAGGLERS_VARIABLE] = "1"
         if self.settings.local_dir is not None:

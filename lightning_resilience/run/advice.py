@@ -32,7 +32,8 @@ _START_HINTS = {
     "setup": "setting up takes {each} of every start: look at what the script and its process groups do there",
     "script": "the script takes {each} of every start before fit: prepare data once, and not in every process",
     "restore": "loading a checkpoint takes {each} of every restart: use local checkpoints, or faster storage",
-    "fast_forward": "finding the place in the data takes {each} of every restart: use a data loader that jumps",
+    "fast_forward": "finding the place in the data takes {each} of every restart: use a data loader that jumps, or "
+    "launch with --read-again if-changed",
 }
 
 

@@ -30,6 +30,13 @@ SHRINK = "shrink"
 GLOBAL_BATCHES = ("constant", SHRINK)
 """The others train on them, or they are left out."""
 
+READ_AGAIN_VARIABLE = "LIGHTNING_RESILIENCE_READ_AGAIN"
+"""Environment variable: whether a resume in an epoch has its data read again, one of :data:`READS_AGAIN`."""
+
+IF_CHANGED = "if-changed"
+READS_AGAIN = ("always", IF_CHANGED)
+"""Always, or only where workers have changed by reading."""
+
 WORLD_SIZE = "world size"
 
 _ENDS = (
@@ -93,9 +100,22 @@ def global_batch() -> str:
     Raises:
         ValueError: If the environment says something else than one of :data:`GLOBAL_BATCHES`.
     """
-    found = os.environ.get(GLOBAL_BATCH_VARIABLE) or GLOBAL_BATCHES[0]
-    if found not in GLOBAL_BATCHES:
-        raise ValueError(f"{GLOBAL_BATCH_VARIABLE} must be {' or '.join(GLOBAL_BATCHES)}, not {found!r}")
+    return _choice(GLOBAL_BATCH_VARIABLE, GLOBAL_BATCHES)
+
+
+def read_again() -> str:
+    """Whether a resume in an epoch has its data read again.
+
+    Raises:
+        ValueError: If the environment says something else than one of :data:`READS_AGAIN`.
+    """
+    return _choice(READ_AGAIN_VARIABLE, READS_AGAIN)
+
+
+def _choice(variable: str, choices: Sequence[str]) -> str:
+    found = os.environ.get(variable) or choices[0]
+    if found not in choices:
+        raise ValueError(f"{variable} must be {' or '.join(choices)}, not {found!r}")
     return found
 
 
