@@ -395,7 +395,8 @@ def print_table(faults: list[Fault], results: list[Result]) -> None:
         if index < len(results):
             result = results[index]
             after = "-" if result.found_after_s is None else f"{result.found_after_s:.1f} s"
-            redone, lost = f"{result.steps_redone} steps", f"{result.seconds_lost:.1f} s"
+            redone = f"{result.steps_redone} step{'s' * (result.steps_redone != 1)}"
+            lost = f"{result.seconds_lost:.1f} s"
             origin = f"{result.resumed_from} ({result.tier})"
             rows.append([fault.name, "yes", result.found, after, origin, redone, lost])
         else:
