@@ -371,7 +371,7 @@ def drill(training: ResilientTraining, fault: Fault, title: str, at_step: int) -
     say_more(f"resumed from step {resumed_from}, {tier} checkpoint; it had got to step {reached}")
     training.wait_until(lambda: training.furthest_step > reached, f"the training gets beyond step {reached}")
     seconds_lost = time.time() - inflicted_at
-    say(f"         back after {seconds_lost:.1f} s, {reached - resumed_from} steps redone", GREEN)
+    say(f"         back after {seconds_lost:.1f} s, {number_of_steps(reached - resumed_from)} redone", GREEN)
     found = what_was_found(training, fault, inflicted_at)
     return Result(found, found_after_s, resumed_from, tier, reached - resumed_from, seconds_lost)
 
@@ -389,14 +389,18 @@ def what_was_found(training: ResilientTraining, fault: Fault, since: float) -> s
     return f"{kind}, bad checkpoint" if quarantined else kind
 
 
+def number_of_steps(count: int) -> str:
+    """So many steps, in words."""
+    return f"{count} step{'s' * (count != 1)}"
+
+
 def print_table(faults: list[Fault], results: list[Result]) -> None:
     rows = []
     for index, fault in enumerate(faults):
         if index < len(results):
             result = results[index]
             after = "-" if result.found_after_s is None else f"{result.found_after_s:.1f} s"
-            redone = f"{result.steps_redone} step{'s' * (result.steps_redone != 1)}"
-            lost = f"{result.seconds_lost:.1f} s"
+            redone, lost = number_of_steps(result.steps_redone), f"{result.seconds_lost:.1f} s"
             origin = f"{result.resumed_from} ({result.tier})"
             rows.append([fault.name, "yes", result.found, after, origin, redone, lost])
         else:
