@@ -22,6 +22,15 @@ from typing import Any
 import psutil
 import torch
 
+QUIET: dict[str, Any] = {
+    "accelerator": "cpu",
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
+"""Options of a Trainer that writes nothing and says little."""
+
 PROGRAM = Path(__file__).with_name("program.py")
 _WHERE_ARE_YOU = signal.SIGRTMIN + 5
 CONTEXT = multiprocessing.get_context("forkserver")

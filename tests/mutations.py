@@ -1173,8 +1173,8 @@ GUARDS = [
     Guard(
         "the place in the data: workers that go on into the next epoch have a past",
         "checkpoint/reading_traces.py",
-        "isinstance(loader.dataset, IterableDataset) or loader.persistent_workers",
-        "isinstance(loader.dataset, IterableDataset)",
+        "        and not loader.persistent_workers\n",
+        "",
         "tests/test_reading_traces.py::test_of_what_is_not_watched_nothing_is_known[persistent workers]",
     ),
     Guard(
@@ -1194,8 +1194,8 @@ GUARDS = [
     Guard(
         "the place in the data: of a rank that is lost it is known whether its workers have left traces",
         "fit/exact_state.py",
-        "self._kept_of_lost, self._traces_of_lost = extra_state, not reads_without_traces",
-        "self._kept_of_lost, self._traces_of_lost = extra_state, False",
+        "self._kept_of_lost, self._traceless_of_lost = extra_state, reads_without_traces",
+        "self._kept_of_lost, self._traceless_of_lost = extra_state, True",
         "tests/test_replacement.py::test_data_are_read_again_only_where_workers_leave_traces[True]",
     ),
     Guard(

@@ -228,16 +228,19 @@ def test_sharded_by_fsdp1(tmp_path: Path, options: dict[str, Any]) -> None:
         pytest.param(
             {"data": "shuffle", "workers": 2, "augment": False}, "if-changed", True, id="workers that leave no traces"
         ),
+        pytest.param(
+            {"data": "shuffle", "workers": 2, "augment": False}, "if-changed, then always", False, id="no more"
+        ),
         pytest.param({"data": "shuffle", "workers": 2}, "if-changed", False, id="workers that draw random numbers"),
     ],
 )
 def test_batches_are_skipped_by_the_sampler_where_nothing_is_lost(
     tmp_path: Path, options: dict[str, Any], read_again: str, skipped: bool
 ) -> None:
-    config, environment = make(tmp_path, "run", **options), {READ_AGAIN_VARIABLE: read_again}
+    config, (first, *_, second) = make(tmp_path, "run", **options), 2 * read_again.split(", then ")
     killed = {**config, "events": [{"at": "train", "step": 29, "do": "SIGKILL"}]}
-    run(killed, tmp_path / "run", environment=environment)
-    codes, text = run(config, tmp_path / "run", environment=environment)
+    run(killed, tmp_path / "run", environment={READ_AGAIN_VARIABLE: first})
+    codes, text = run(config, tmp_path / "run", environment={READ_AGAIN_VARIABLE: second})
     assert codes == [0], text
     assert "Resuming from step 25" in text
     assert ("Fetching the first 9 batches" not in text) == skipped

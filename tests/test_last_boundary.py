@@ -47,14 +47,7 @@ from lightning_resilience.launch import membership
 from lightning_resilience.run.deadlines import LOSS_CONFIRMED_WITHIN_S
 from lightning_resilience.run.run_directory import StaleAttempt
 from tests import test_logs
-
-QUIET: dict[str, Any] = {
-    "accelerator": "cpu",
-    "logger": False,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-}
+from tests.harness import QUIET
 
 
 class Found(Exception):

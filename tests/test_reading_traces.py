@@ -13,14 +13,18 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import lightning.pytorch as L
 import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, default_collate, get_worker_info
 
+from lightning_resilience import AutoResume
 from lightning_resilience._lightning import lightning_data
 from lightning_resilience.checkpoint.reading_traces import ReadingTraces, outline
+from lightning_resilience.run.settings import IF_CHANGED, READ_AGAIN_VARIABLE
 from lightning_resilience.signals import WorkerGuard
+from tests.harness import QUIET
 
 OF_MODULE = np.random.default_rng(1)
 
@@ -147,6 +151,14 @@ TRACES: dict[str, Callable[[Any, int], Any]] = {
 }
 
 
+def guarded(*loaders: Any) -> list[Any]:
+    """Loaders as a fit has them."""
+    for loader in loaders:
+        if isinstance(loader, DataLoader) and loader.num_workers > 0:
+            loader.worker_init_fn = WorkerGuard(loader.worker_init_fn, ())
+    return list(loaders)
+
+
 def read(loader: Any, batches: int = 12) -> list[Any]:
     return [batch for batch, _ in zip(loader, range(batches), strict=False)]
 
@@ -156,7 +168,7 @@ def read(loader: Any, batches: int = 12) -> list[Any]:
 )
 def test_what_leaves_traces_is_known_by_the_workers(reads: str, none: bool) -> None:
     traces = ReadingTraces()
-    loader = DataLoader(Numbers((TRACELESS | TRACES)[reads]), 2, num_workers=2)
+    (loader,) = guarded(DataLoader(Numbers((TRACELESS | TRACES)[reads]), 2, num_workers=2))
     traces.watch([loader])
     traces.watch([loader])
     assert not traces.are_none([loader]), "nobody has looked"
@@ -165,7 +177,7 @@ def test_what_leaves_traces_is_known_by_the_workers(reads: str, none: bool) -> N
     traces.forget()
     assert not traces.are_none([loader])
     traces.leave()
-    assert (loader.collate_fn, loader.worker_init_fn) == (default_collate, None)
+    assert loader.collate_fn is default_collate
     assert not traces.are_none([loader])
 
 
@@ -186,7 +198,7 @@ class Counting:
 def test_the_scripts_own_functions_of_a_loader_are_called() -> None:
     counting = Counting()
     traces = ReadingTraces()
-    counts, draws = (
+    counts, draws = guarded(
         DataLoader(Numbers(), 2, num_workers=1, collate_fn=counting.collate),
         DataLoader(Numbers(), 2, num_workers=1, worker_init_fn=counting.begin),
     )
@@ -194,21 +206,28 @@ def test_the_scripts_own_functions_of_a_loader_are_called() -> None:
     read(counts), read(draws)
     assert not traces.are_none([counts])
     assert traces.are_none([draws]), "before the first read"
-    loader = DataLoader(Numbers(), 2, num_workers=1)
+    (loader,) = guarded(DataLoader(Numbers(), 2, num_workers=1))
     traces.watch([loader])
     loader.worker_init_fn = counting.begin  # by a class of the script's, in each epoch
     read(loader)
     assert not traces.are_none([loader])
     traces.leave()
     assert counts.collate_fn == counting.collate
-    assert draws.worker_init_fn == counting.begin
+
+
+def test_one_look_says_nothing() -> None:
+    traces, loaders = ReadingTraces(), guarded(*(DataLoader(Numbers(size=size), 2, num_workers=1) for size in (2, 4)))
+    traces.watch(loaders)
+    for loader in loaders:
+        read(loader)
+    assert [traces.are_none([loader]) for loader in loaders] == [False, True]
 
 
 def test_a_worker_may_be_spawned() -> None:
     traces = ReadingTraces()
     for dataset, none in ((TensorDataset(torch.arange(40)), True), (Drawing(), False)):
         loader = DataLoader(dataset, 2, num_workers=1, multiprocessing_context="spawn")
-        traces.watch([loader])
+        traces.watch(guarded(loader))
         read(loader)
         assert traces.are_none([loader]) == none
 
@@ -242,7 +261,7 @@ class Endless(IterableDataset[int]):
 )
 def test_of_what_is_not_watched_nothing_is_known(loader: Any) -> None:
     traces, watched = ReadingTraces(), DataLoader(Numbers(), 2, num_workers=1)
-    traces.watch([loader, watched])
+    traces.watch(guarded(loader, watched))
     read(watched, 6), read(loader, 6)
     assert traces.are_none([watched])
     assert not traces.are_none([loader])
@@ -270,7 +289,7 @@ def test_a_loader_is_not_kept_alive_and_may_collate_itself() -> None:
             return default_collate(samples)
 
     traces, loader = ReadingTraces(), Collating()
-    traces.watch([loader])
+    traces.watch(guarded(loader))
     read(loader)
     assert traces.are_none([loader])
     kept = weakref.ref(loader)
@@ -279,27 +298,44 @@ def test_a_loader_is_not_kept_alive_and_may_collate_itself() -> None:
     assert kept() is None
 
 
-@pytest.mark.parametrize("guarded_first", [True, False])
-def test_what_guards_workers_is_not_in_the_way(guarded_first: bool) -> None:
-    """Loaders of a validation, which may be the same, are guarded at another time."""
-    traces, counting = ReadingTraces(), Counting()
-    loader = DataLoader(Numbers(), 2, num_workers=1, worker_init_fn=counting.begin)
-    if guarded_first:
-        loader.worker_init_fn = WorkerGuard(loader.worker_init_fn, ())
-        traces.watch([loader])
-    else:
-        traces.watch([loader])
-        loader.worker_init_fn = WorkerGuard(loader.worker_init_fn, ())
-    read(loader)
-    assert traces.are_none([loader])
-    traces.leave()
-    assert isinstance(loader.worker_init_fn, WorkerGuard)
-    assert loader.worker_init_fn.inner == counting.begin
+class Fitted(L.LightningModule):
+    """Learns nothing much."""
+
+    def __init__(self, loader: Any) -> None:
+        super().__init__()
+        self.layer, self.loader = torch.nn.Linear(1, 1), loader
+        self.in_fit: set[Any] = set()
+
+    def training_step(self, batch: Any) -> torch.Tensor:
+        self.in_fit.add(type(self.loader.collate_fn))
+        return self.layer(batch[0].float().view(-1, 1)).sum()  # type: ignore[no-any-return]
+
+    def validation_step(self, batch: Any) -> None:
+        pass
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=1e-4)
+
+
+def test_a_loader_is_as_it_was_after_a_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one of which the validation has guarded the workers before."""
+    monkeypatch.setenv(READ_AGAIN_VARIABLE, IF_CHANGED)
+    counting = Counting()
+    functions = {"collate_fn": counting.collate, "worker_init_fn": counting.begin}
+    loader = DataLoader(Numbers(), 20, num_workers=1, **functions)
+    module = Fitted(loader)
+    for fit in range(2):
+        trainer = L.Trainer(
+            **QUIET, max_epochs=1, default_root_dir=tmp_path, callbacks=[AutoResume(run_dir=tmp_path / f"run-{fit}")]
+        )
+        trainer.fit(module, loader, loader)
+        assert {each.__name__ for each in module.in_fit} == {"_Watch"}
+        assert {name: getattr(loader, name) for name in functions} == functions
 
 
 def test_a_collation_that_is_set_later_is_not_watched() -> None:
     traces, loader = ReadingTraces(), DataLoader(Numbers(), 2, num_workers=1)
-    traces.watch([loader])
+    traces.watch(guarded(loader))
     loader.collate_fn = Counting().collate
     read(loader)
     assert not traces.are_none([loader])

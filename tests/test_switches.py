@@ -15,15 +15,8 @@ from lightning_resilience import AutoResume, LocalCheckpoint, checks, recipes, s
 from lightning_resilience.checkpoint.local import LocalSaves
 from lightning_resilience.fit import context
 from lightning_resilience.launch.cli import launch_settings
+from tests.harness import QUIET
 from tests.ledgers import read_ledger
-
-QUIET: dict[str, Any] = {
-    "accelerator": "cpu",
-    "logger": False,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-}
 
 
 @pytest.fixture(autouse=True)

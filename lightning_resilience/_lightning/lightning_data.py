@@ -218,8 +218,8 @@ def _skip_with_workers(loader: Any, inner: Any, batches: int, advanced: Callable
         return False
     asked, turn = inner._send_idx, batches % loader.num_workers
     left_out = batches - asked - turn
-    if asked != loader.prefetch_factor * loader.num_workers or inner._rcvd_idx or left_out <= 0:
-        return False
+    if asked != loader.prefetch_factor * loader.num_workers or left_out <= 0:
+        return False  # it has gone on already, or it is as good to read
     for _ in range(turn):
         next(inner)
         advanced()

@@ -52,33 +52,31 @@ _LIBRARIES = {
 
 
 class ReadingTraces:
-    """Watches the workers of training data loaders."""
+    """Watches the workers of training data loaders.
 
-    def __init__(self) -> None:
+    Args:
+        is_asked: Whether it does so.
+
+    Attributes:
+        is_asked: The same.
+    """
+
+    def __init__(self, is_asked: bool = True) -> None:
+        self.is_asked = is_asked
         self._watched: weakref.WeakSet[Any] = weakref.WeakSet()  # an epoch may create new loaders
 
     def watch(self, loaders: Iterable[Any]) -> None:
         """Has the workers of these loaders look, from their next iterators on; what cannot be watched is left out.
 
         Args:
-            loaders: Some may be watched already.
+            loaders: Their workers are guarded. Some may be watched already.
         """
-        for loader in loaders:
-            if not (isinstance(loader, DataLoader) and loader.num_workers > 0) or loader in self._watched:
+        for loader in loaders if self.is_asked else ():
+            if not _can_be_watched(loader) or loader in self._watched:
                 continue
-            if isinstance(loader.dataset, IterableDataset) or loader.persistent_workers:
-                continue
-            if hasattr(loader, "load_state_dict"):  # which finds its place by itself
-                continue
-            flags: Any = torch.zeros(loader.num_workers, dtype=torch.uint8)
-            flags.share_memory_()
-            guard = loader.worker_init_fn
-            inner = guard.inner if isinstance(guard, WorkerGuard) else guard
-            watch = loader.collate_fn = _Watch(loader.collate_fn, inner, flags)
-            if isinstance(guard, WorkerGuard):
-                guard.inner = watch.begin
-            else:
-                loader.worker_init_fn = watch.begin
+            guard, flags = loader.worker_init_fn, torch.zeros(loader.num_workers, dtype=torch.uint8)
+            watch = loader.collate_fn = _Watch(loader.collate_fn, guard.inner, flags)
+            guard.inner = watch.begin
             self._watched.add(loader)
 
     def forget(self) -> None:
@@ -93,16 +91,22 @@ class ReadingTraces:
         return bool(watches) and all(isinstance(each, _Watch) and each.has_seen_no_change for each in watches)
 
     def leave(self) -> None:
-        """Has loaders be as they were."""
+        """Has loaders collate as they did; with what guards their workers the rest goes."""
         for loader in self._watched:
-            if not isinstance(watch := loader.collate_fn, _Watch):
-                continue
-            loader.collate_fn, init = watch.collate, loader.worker_init_fn
-            if init == watch.begin:
-                loader.worker_init_fn = watch.init
-            elif isinstance(init, WorkerGuard) and init.inner == watch.begin:
-                init.inner = watch.init
+            if isinstance(watch := loader.collate_fn, _Watch):
+                loader.collate_fn = watch.collate
         self._watched.clear()
+
+
+def _can_be_watched(loader: Any) -> bool:
+    """Whether it has workers that begin anew with each iterator, and does not find its place by itself."""
+    return (
+        isinstance(loader, DataLoader)
+        and isinstance(loader.worker_init_fn, WorkerGuard)
+        and not isinstance(loader.dataset, IterableDataset)
+        and not loader.persistent_workers
+        and not hasattr(loader, "load_state_dict")
+    )
 
 
 class _Watch:
@@ -111,11 +115,11 @@ class _Watch:
     Args:
         collate: The loader's own.
         init: Its own ``worker_init_fn``.
-        flags: In shared memory, what each worker has seen.
+        flags: For what each worker has seen; they are moved to shared memory.
     """
 
-    def __init__(self, collate: Callable[[Any], Any], init: Callable[[int], None] | None, flags: torch.Tensor) -> None:
-        self.collate, self.init, self.flags = collate, init, flags
+    def __init__(self, collate: Callable[[Any], Any], init: Callable[[int], None] | None, flags: Any) -> None:
+        self.collate, self.init, self.flags = collate, init, flags.share_memory_()
         self._worker: int | None = None
         self._random: Any = None
         self._outline: list[Any] | None = None
@@ -126,7 +130,7 @@ class _Watch:
         return bool((self.flags.numpy() == _UNCHANGED).all())
 
     def begin(self, worker: int) -> None:
-        """The loader's ``worker_init_fn``: called in the worker, before it reads."""
+        """In the place of its ``worker_init_fn``: called in the worker, before it reads."""
         if self.init is not None:
             self.init(worker)
         self._worker, self._random, self._outline = worker, _random_state(), None
@@ -139,9 +143,9 @@ class _Watch:
         return batch
 
     def _look(self, worker: int) -> None:
-        info = get_worker_info()
+        info: Any = get_worker_info()
         try:
-            now = None if info is None or info.id != worker else outline(info.dataset, self.collate)
+            now = outline(info.dataset, self.collate)
         except Exception:  # of an object that does not like to be looked at
             log.debug("A dataset cannot be looked at", exc_info=True)
             now = None

@@ -241,7 +241,7 @@ class AbsentRanks:
                     iter(loader)
                     if state["first_batch"] is not None:
                         self._set_random_state(state["first_batch"])
-                    self._fetch_again(loader, done, state.get("reads_without_traces", False))
+                    self._fetch_again(loader, done, state["reads_without_traces"])
                     self._set_random_state(now)
             else:
                 state["epoch"] = state["now"]

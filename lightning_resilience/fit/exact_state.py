@@ -77,7 +77,7 @@ class ExactState:
         """The order of the gradients when DDP built its buckets; ``None`` without buckets."""
         self.accumulates = fit.trainer.accumulate_grad_batches
         self.loading = lightning_patches.Patches()
-        self.traces = ReadingTraces()
+        self.traces = ReadingTraces(is_asked=read_again() == IF_CHANGED)
         """Of the workers of training data loaders."""
         self._recorder: GradientArrivalRecorder | None = None
         self._first_batch_random_state: data_position.RandomState | None = None
@@ -86,11 +86,11 @@ class ExactState:
         self._before_fetch: data_position.RandomState | None = None
         self._epoch_begun: tuple[Any, Any] = (None, None)
         self._kept_of_lost: dict[str, Any] | None = None
-        self._traces_of_lost: bool | None = None
+        self._traceless_of_lost: bool | None = None
         self._data: TrainingData | None = None
         self._absent: AbsentRanks | None = None
         self._left_out = 0
-        self._global_batch, self._reads_again = global_batch(), read_again()
+        self._global_batch = global_batch()
         self._was = (0, "")
         """How many ranks the run has, if not as many are there, and what to say of that."""
 
@@ -120,14 +120,16 @@ class ExactState:
             reads_without_traces: Whether its workers had left none.
         """
         self._epoch_random_state, self._first_batch_random_state = epoch, first_batch
-        self._kept_of_lost, self._traces_of_lost = extra_state, not reads_without_traces
+        self._kept_of_lost, self._traceless_of_lost = extra_state, reads_without_traces
         self.put_back_absent(absent)
 
     @property
     def reads_without_traces(self) -> bool:
         """Whether a new worker would be as good as those that have read the data of this epoch in this process."""
-        if self._traces_of_lost is not None:
-            return not self._traces_of_lost
+        if not self.traces.is_asked:
+            return False
+        if self._traceless_of_lost is not None:
+            return self._traceless_of_lost
         absent = [] if self._absent is None else self._absent.loaders
         return self.traces.are_none([*lightning_data.train_loaders(self.fit.trainer), *absent])
 
@@ -262,6 +264,8 @@ class ExactState:
         states = {rank: _with_defaults(each) for rank, each in states.items()}
         before = next(iter(states.values())).get("world_size", saved_by)
         states |= {int(rank): each for present in states.values() for rank, each in present["absent"].items()}
+        key, is_asked = "reads_without_traces", self.traces.is_asked  # now, whatever was when it was saved
+        states = {rank: {**each, key: is_asked and each.get(key, False)} for rank, each in states.items()}
         own = states.get(self.fit.rank) or self._of_newcomer(next(iter(states.values())))
         epoch = checkpoint["loops"]["fit_loop"]["epoch_progress"]["current"]["processed"]
         self._left_out = own["left_out"]
@@ -379,9 +383,8 @@ class ExactState:
 
     def watch_workers(self, loaders: list[Any]) -> None:
         """Has the workers of training data loaders be guarded, and see whether they leave traces when they read."""
-        if self._reads_again == IF_CHANGED:
-            self.traces.watch(loaders)
         self._guard_workers(loaders)
+        self.traces.watch(loaders)
 
     def begin_data(self, loaders: list[Any], load_loader_states: Callable[[], None]) -> None:
         """Prepares the data loaders for the resume, before their workers start."""
@@ -443,7 +446,7 @@ class ExactState:
             batches = lightning_progress.epoch_loop_batches(self.fit.trainer)
             if mine is not None:
                 batches = int(mine["fetched"] * change)
-            traceless = mine is not None and mine["reads_without_traces"] and self._reads_again == IF_CHANGED
+            traceless = mine is not None and mine["reads_without_traces"]
             if batches and lightning_data.fast_forward(self.fit.trainer, batches, traceless, self.fit.advanced):
                 lightning_progress.count_replayed(self.fit.trainer)
                 return
@@ -591,7 +594,6 @@ def _with_defaults(own: dict[str, Any]) -> dict[str, Any]:
         "absent": {},
         "batch_share": "1",
         "left_out": 0,
-        "reads_without_traces": False,
     }
     return {**defaults, **own, "metrics": metrics}
 

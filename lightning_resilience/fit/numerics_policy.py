@@ -264,7 +264,7 @@ class NumericsPolicy(Participant):
             self._history = RollbackHistory.read(self._file, self.session.exact.begun_with)
             return self._history
 
-        names = self._take_over(fit.from_rank_0(recorded))
+        names = self._take_over(fit.from_rank_0(recorded)).initially_nonfinite
         if names is None:
             state = lightning_strategies.named_state(fit.trainer)
             now = {name for name, tensor in state if not bool(all_finite([tensor]))}
@@ -488,10 +488,9 @@ class NumericsPolicy(Participant):
             if not self._turns_to_global(windows[0].step):
                 self._end(f"{why}; the run has gone back {self._options.max_rollbacks} times because of it")
             times = 1
-        self._take_over(session.fit.from_rank_0(lambda: self._history))
+        only_global = self._take_over(session.fit.from_rank_0(lambda: self._history)).of_global
         if is_suspect and (too_many := session.selector.mark_bad(why, windows[0].step)) is not None:
             self._end(too_many)
-        only_global = session.fit.from_rank_0(lambda: self._history.of_global)
         session.rollback(windows[0].step, lambda: self._keep_going(f"{why}; {_NOWHERE}"), only_global)
 
         def say() -> None:
@@ -556,13 +555,13 @@ class NumericsPolicy(Participant):
         except OSError as error:
             log.error("The history of bad steps could not be written for a restart (%s).", error)
 
-    def _take_over(self, history: RollbackHistory) -> list[str] | None:
-        """Takes over what rank 0 knows; returns the names of what was not finite from the beginning, if it has them."""
+    def _take_over(self, history: RollbackHistory) -> RollbackHistory:
+        """On all ranks, what rank 0 knows; returns it."""
         self._rollbacks, self._pending_rerun = history.rollbacks, history.suspect
         self._skipped = {}
         for window in history.skipped:
             self._skipped.setdefault(window.epoch, []).append((window.begin, window.end))
-        return history.initially_nonfinite
+        return history
 
     def check_state(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
         """What is not finite, and was so from the beginning, may be saved."""

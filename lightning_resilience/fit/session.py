@@ -177,7 +177,7 @@ class FitSession:
             if isinstance(loader, DataLoader) and loader.num_workers > 0:
                 init = loader.worker_init_fn
                 if not isinstance(init, signals.WorkerGuard):
-                    self._guarded.setdefault(loader, init)  # weak: an epoch may create new loaders
+                    self._guarded[loader] = init  # weak: an epoch may create new loaders
                     loader.worker_init_fn = signals.WorkerGuard(init, signums)
 
     def start(self) -> None:
@@ -540,10 +540,10 @@ class FitSession:
 
     def _release(self) -> None:
         self.exact.loading.undo()
-        for loader, init in self._guarded.items():
-            loader.worker_init_fn = init
         self.fit.patches.undo()
         self.exact.traces.leave()
+        for loader, init in self._guarded.items():
+            loader.worker_init_fn = init
         if self.fit.failing:
             lightning_loops.after_exception_hooks(self.fit.trainer, self.fit.save_patches, self._release_saves)
         else:

@@ -134,9 +134,8 @@ class StragglerReports(Participant):
             self._time = DeviceStepTimer(make, sampling, current_stream)
             self._comm_wait = CommWaitTimer(self._time.wait, streams=type(current_stream()))
         self._comm = _make_comm(session.fit.trainer) if session.fit.trainer.world_size > 1 else Comm()
-        self._history = History(
-            f"{session.fit.devices[session.fit.rank]}, {self.backend}, {session.fit.trainer.world_size} ranks"
-        )
+        mine = self._device_ids[session.fit.rank]
+        self._history = History(f"{mine}, {self.backend}, {session.fit.trainer.world_size} ranks")
         self._streaks = Streaks(options.min_consecutive_reports)
         self._lasting = Streaks(max(_ENDS_AFTER, options.min_consecutive_reports))
         self._panels = wandb_panels.Panels()
