@@ -22,7 +22,13 @@ from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, Tensor
 from lightning_resilience._lightning import lightning_metrics
 from lightning_resilience._lightning.lightning_micro_batches import Division, TrainingData
 from lightning_resilience._lightning.lightning_patches import Patches
-from lightning_resilience.run.settings import GLOBAL_BATCH_VARIABLE, READ_AGAIN_VARIABLE, global_batch, read_again
+from lightning_resilience.run.settings import (
+    GLOBAL_BATCH_VARIABLE,
+    IF_CHANGED,
+    READ_AGAIN_VARIABLE,
+    global_batch,
+    read_again,
+)
 from tests.harness import differences, result, run, state_at_the_end, weights
 from tests.ledgers import read_ledger
 from tests.test_exact_resume import make
@@ -83,7 +89,12 @@ def undisturbed(tmp: Path, ranks: int, **options: Any) -> tuple[dict[str, Any], 
 
 
 def assert_the_same_run(
-    tmp: Path, *ranks: int, tolerance: float = 1e-5, by_rank: Collection[str] = (), **options: Any
+    tmp: Path,
+    *ranks: int,
+    tolerance: float = 1e-5,
+    by_rank: Collection[str] = (),
+    environment: dict[str, str] | None = None,
+    **options: Any,
 ) -> str:
     """Steps have the samples that they would have had, with the same augmentation and dropout, and so the losses.
 
@@ -92,9 +103,10 @@ def assert_the_same_run(
         ranks: How many there are in each part.
         tolerance: For what is logged.
         by_rank: What is logged or kept of a rank's own batches, and so by how large those are.
+        environment: Of the disturbed run.
         options: Of the config.
     """
-    got, trained, output = killed_and_resumed(tmp, *ranks, **options)
+    got, trained, output = killed_and_resumed(tmp, *ranks, environment=environment, **options)
     wanted, steps = undisturbed(tmp, ranks[0], **options)
     assert trained == steps
     once = {"once_mean", "once_max", "once_min"} if options.get("logs_once") else set()
@@ -312,6 +324,26 @@ def test_the_batches_of_absent_ranks_are_left_out(
         assert "is resumed by 3: the batches of the ranks that are absent are left out, as --global-batch" in output
     events = [each for each in read_ledger(Path(config["run_dir"]) / "ledger") if each["event"] == "batches_left_out"]
     assert events[-1]["left_out"] == sum(ranks[0] - count for count in there.values())
+
+
+@pytest.mark.parametrize("ranks", [(4, 3, 4), (4, 1, 3)], ids=lambda x: "-".join(map(str, x)))
+@pytest.mark.slow
+def test_data_of_absent_ranks_need_not_be_read_again(tmp_path: Path, ranks: tuple[int, ...]) -> None:
+    environment = {READ_AGAIN_VARIABLE: IF_CHANGED}
+    output = assert_the_same_run(tmp_path, *ranks, environment=environment, workers=2, seeded_apart=True)
+    assert "Fetching the first" not in output
+
+
+@pytest.mark.slow
+def test_what_workers_held_is_no_help_to_more_ranks(tmp_path: Path) -> None:
+    """Their workers would have drawn other numbers, for smaller batches: they read again."""
+    ends = []
+    for again in ("always", IF_CHANGED):
+        (tmp_path / again).mkdir()
+        environment, options = {READ_AGAIN_VARIABLE: again}, {"workers": 2, "seeded_apart": True}
+        config, *_ = killed_and_resumed(tmp_path / again, 2, 4, environment=environment, **options)
+        ends.append(state_at_the_end(config))
+    torch.testing.assert_close(*ends, rtol=0, atol=0)
 
 
 def test_what_is_no_choice_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -845,7 +845,7 @@ def test_no_step_of_a_device_is_done_again_when_a_rank_comes_back(tmp_path: Path
     ("global_batch", "data"),
     [
         pytest.param("constant", {}, id="constant"),
-        pytest.param("constant", {"workers": 1, "augment": False}, id="constant, and nothing is read again"),
+        pytest.param("constant", {"workers": 1}, id="constant, and nothing is read again"),
         pytest.param("shrink", {}, id="shrink"),
     ],
 )

@@ -126,8 +126,12 @@ NAMES: dict[str, tuple[Callable[[Any], Any], set[str]]] = {
         lambda t: importlib.import_module("torch.utils.data.dataloader")._MultiProcessingDataLoaderIter(
             torch.utils.data.DataLoader([1], num_workers=1)
         ),
-        {"_next_index", "_num_yielded", "_rcvd_idx", "_send_idx"},
+        {
+            *("_next_index", "_num_workers", "_num_yielded", "_rcvd_idx", "_send_idx", "_try_put_index"),
+            "_worker_queue_idx_cycle",
+        },
     ),
+    "torch's data loader": (lambda t: DataLoader([1]), {"_get_iterator"}),
     "torch's data loaders": (
         lambda t: importlib.import_module("torch.utils.data.dataloader"),
         {"_MultiProcessingDataLoaderIter"},

@@ -485,18 +485,18 @@ class Values:
         self._places = range(process.simulation.schedule.world_size)
         self.size = 8 * (1 + 2 * len(self._places))
 
-    def read(self, begun: int, traceless: bool, logs: Any) -> tuple[list[float], list[Any]]:
+    def read(self, begun: int, workers: Any, logs: Any) -> tuple[list[float], list[Any]]:
         process = self._process
         return [begun, *(of.get(place, -1) for of in (process.drawn, process.metric) for place in self._places)], []
 
-    def write(self, part: own_part.OwnPart) -> tuple[int, bool, list[Any]]:
+    def write(self, part: own_part.OwnPart) -> tuple[int, None, list[Any]]:
         count = len(self._places)
         (begun, *numbers), _ = part.values(1 + 2 * count, [])
         self._process.drawn, self._process.metric = (
             {place: int(number) for place, number in zip(self._places, of, strict=True) if number >= 0}
             for of in (numbers[:count], numbers[count:])
         )
-        return int(begun), False, []
+        return int(begun), None, []
 
 
 class Boundary(LastBoundary):
@@ -1070,7 +1070,7 @@ class Simulation:
         rank, size = process.rank, process.size
         token, nonce = self.collective(process, "token", (self.claim, f"{process.pid} {self.now}"))[0]
         exact = SimpleNamespace(
-            epoch_begun=object(), resumed=None, before_evaluation=None, logs=None, reads_without_traces=False
+            epoch_begun=object(), resumed=None, before_evaluation=None, logs=None, worker_states=None
         )
         # What is known of absent ranks is among the values of this one.
         exact.absent_states, exact.put_back_absent, exact.stand_in = {}, lambda _: None, lambda *_: None

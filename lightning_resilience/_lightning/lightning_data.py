@@ -8,9 +8,13 @@ import inspect
 import sys
 import weakref
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+from lightning.fabric.utilities.data import sized_len
 from torch.utils.data import DataLoader
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
+from typing_extensions import override
 
 from lightning_resilience._lightning.lightning_patches import Patches
 from lightning_resilience.checkpoint import data_position
@@ -168,7 +172,7 @@ def replay_fetch(trainer: Trainer) -> Callable[[], Any]:
     return lambda: next(fetcher)
 
 
-def fast_forward(trainer: Trainer, batches: int, reads_without_traces: bool, advanced: Callable[[], None]) -> bool:
+def fast_forward(trainer: Trainer, batches: int) -> bool:
     """Moves the only training data loader on by ``batches`` without reading all data before.
 
     Both iterators, the combined one of Lightning and the one of torch, count what they have yielded.
@@ -176,8 +180,6 @@ def fast_forward(trainer: Trainer, batches: int, reads_without_traces: bool, adv
     Args:
         trainer: The Trainer.
         batches: How many.
-        reads_without_traces: Whether nothing follows from what its workers have read; see :mod:`.reading_traces`.
-        advanced: Called behind each batch that is read.
 
     Returns:
         Whether that is possible.
@@ -185,53 +187,79 @@ def fast_forward(trainer: Trainer, batches: int, reads_without_traces: bool, adv
     fetcher, combined = trainer.fit_loop._data_fetcher, trainer.fit_loop._combined_loader
     if fetcher is None or combined is None or type(fetcher).__name__ != "_PrefetchDataFetcher":
         return False
-    if fetcher.length is None or not skip(combined, batches, reads_without_traces, advanced):
+    if fetcher.length is None or not skip(combined, batches):
         return False
     fetcher.fetched += batches
     return True
 
 
-def skip(combined: Any, batches: int, reads_without_traces: bool, advanced: Callable[[], None]) -> bool:
+def skip(combined: Any, batches: int) -> bool:
     """Moves a combined loader that has begun on; see :func:`fast_forward`. Returns whether that is possible."""
     if len(combined.flattened) != 1:
         return False
     (loader,), outer = combined.flattened, combined._iterator
     inner: Any = outer.iterators[0]
-    if not isinstance(loader, DataLoader) or batches > len(loader):
-        return False  # to read again says what is wrong
-    if data_position.can_skip(loader):
+    if not isinstance(inner, _BegunLater) or inner._num_yielded != batches:
+        if not data_position.can_skip(loader) or batches > len(loader):
+            return False  # to read again says what is wrong
         for _ in range(batches):
             inner._next_index()
         inner._num_yielded += batches
-    elif not reads_without_traces or not _skip_with_workers(loader, inner, batches, advanced):
-        return False
     outer._idx += batches
     return True
 
 
-def _skip_with_workers(loader: Any, inner: Any, batches: int, advanced: Callable[[], None]) -> bool:
-    """Moves torch's iterator with workers on: each batch that follows has the number and the worker it would have.
+def begin_at(loader: Any, batches: int) -> bool:
+    """Has the next iterator of a loader with workers begin behind so many batches, of which none is read.
 
-    The workers have been asked for some batches already, and read these in vain.
+    Each batch that follows has the number and the worker that it would have.
+
+    Args:
+        loader: A ``DataLoader``.
+        batches: How many; 0: it begins as always.
+
+    Returns:
+        Whether it does.
     """
-    if type(inner).__name__ != "_MultiProcessingDataLoaderIter" or not getattr(loader, "in_order", True):
+    vars(loader).pop("_get_iterator", None)
+    is_torchs = all(getattr(type(loader), name) is getattr(DataLoader, name) for name in ("__iter__", "_get_iterator"))
+    if not batches or not is_torchs or not getattr(loader, "in_order", True):
         return False
-    asked, turn = inner._send_idx, batches % loader.num_workers
-    left_out = batches - asked - turn
-    if asked != loader.prefetch_factor * loader.num_workers or left_out <= 0:
-        return False  # it has gone on already, or it is as good to read
-    for _ in range(turn):
-        next(inner)
-        advanced()
-    for _ in range(left_out):
-        inner._next_index()
-    inner._send_idx += left_out  # the next worker's turn is the same: it is a multiple of how many there are
-    for _ in range(asked):
-        next(inner)
-        advanced()
-    inner._rcvd_idx += left_out
-    inner._num_yielded += left_out
+    if batches > (sized_len(loader) or 0):
+        return False  # to read again says what is wrong
+
+    def once() -> Any:
+        del loader._get_iterator
+        return _BegunLater(loader, batches)
+
+    loader._get_iterator = once
     return True
+
+
+class _BegunLater(_MultiProcessingDataLoaderIter):
+    """torch's iterator of a loader with workers, from a batch in the midst on.
+
+    Args:
+        loader: The loader.
+        batches: How many batches are left out.
+    """
+
+    def __init__(self, loader: Any, batches: int) -> None:
+        self._left_out = batches
+        super().__init__(loader)
+        self._num_yielded = batches
+
+    @override
+    def _try_put_index(self) -> None:
+        if batches := self._left_out:
+            self._left_out = 0
+            with suppress(StopIteration):  # its sampler has become shorter than it says
+                for _ in range(batches):
+                    self._next_index()  # type: ignore[no-untyped-call]
+            for _ in range(batches % self._num_workers):
+                next(self._worker_queue_idx_cycle)
+            self._send_idx = self._rcvd_idx = batches
+        super()._try_put_index()
 
 
 class SampleIds:

@@ -1,14 +1,6 @@
-"""Whether workers of data loaders change while they read: else their place in the data is found without reading again.
+"""What objects consist of, to see whether something in them has changed: what a dataset remembers of its reads.
 
-The place of a loader is that of its sampler, which is moved on in no time, and what its workers hold: the state of
-their random generators, and what a dataset of the user's remembers from one read to the next. If a worker has drawn no
-random number, and nothing in its dataset and its collation has changed, a new worker is as good as one that has read
-everything up to there. So the workers look, behind each batch, and leave word in shared memory.
-
-What they see is what Python shows: not the state of generators in C, say. So it is for the user to say that samples
-depend on nothing but their index, and the look is there to notice when that is not so.
-
-What the first read changes is no trace: datasets open their files when they first need them, in each worker.
+What is seen is what Python shows: not the state of generators in C, nor the place in a file.
 """
 
 from __future__ import annotations
@@ -21,25 +13,18 @@ import logging
 import pickle
 import random
 import types
-import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
-
-from lightning_resilience.signals import WorkerGuard
-
-log = logging.getLogger(__name__)
+from torch.utils.data import DataLoader
 
 _MOST_PARTS = 2000
 _MOST_ITEMS = 32
 _MOST_BYTES = 4096
 """Of an object, a container and an array: what is larger is looked at in part."""
-_UNCHANGED, _CHANGED = 1, 2
-"""What a worker has seen; 0: it has not looked twice."""
 
 _CONTAINERS = (list, tuple, set, frozenset, dict, collections.deque)
 _CONSTANT = (types.ModuleType, types.BuiltinFunctionType, torch.dtype, torch.device, logging.Logger, DataLoader)
@@ -49,120 +34,6 @@ _LIBRARIES = {
     *("pytorch_lightning", "random", "re", "threading", "torch", "types", "typing", "weakref"),
 }
 """Packages whose classes and functions keep no state that reads change."""
-
-
-class ReadingTraces:
-    """Watches the workers of training data loaders.
-
-    Args:
-        is_asked: Whether it does so.
-
-    Attributes:
-        is_asked: The same.
-    """
-
-    def __init__(self, is_asked: bool = True) -> None:
-        self.is_asked = is_asked
-        self._watched: weakref.WeakSet[Any] = weakref.WeakSet()  # an epoch may create new loaders
-
-    def watch(self, loaders: Iterable[Any]) -> None:
-        """Has the workers of these loaders look, from their next iterators on; what cannot be watched is left out.
-
-        Args:
-            loaders: Their workers are guarded. Some may be watched already.
-        """
-        for loader in loaders if self.is_asked else ():
-            if not _can_be_watched(loader) or loader in self._watched:
-                continue
-            guard, flags = loader.worker_init_fn, torch.zeros(loader.num_workers, dtype=torch.uint8)
-            watch = loader.collate_fn = _Watch(loader.collate_fn, guard.inner, flags)
-            guard.inner = watch.begin
-            self._watched.add(loader)
-
-    def forget(self) -> None:
-        """Other workers begin."""
-        for loader in self._watched:
-            if isinstance(watch := loader.collate_fn, _Watch):
-                watch.flags.zero_()
-
-    def are_none(self, loaders: Collection[Any]) -> bool:
-        """Whether the workers of all these loaders are watched, and have seen that they do not change."""
-        watches = [each.collate_fn if isinstance(each, DataLoader) else None for each in loaders]
-        return bool(watches) and all(isinstance(each, _Watch) and each.has_seen_no_change for each in watches)
-
-    def leave(self) -> None:
-        """Has loaders collate as they did; with what guards their workers the rest goes."""
-        for loader in self._watched:
-            if isinstance(watch := loader.collate_fn, _Watch):
-                loader.collate_fn = watch.collate
-        self._watched.clear()
-
-
-def _can_be_watched(loader: Any) -> bool:
-    """Whether it has workers that begin anew with each iterator, and does not find its place by itself."""
-    return (
-        isinstance(loader, DataLoader)
-        and isinstance(loader.worker_init_fn, WorkerGuard)
-        and not isinstance(loader.dataset, IterableDataset)
-        and not loader.persistent_workers
-        and not hasattr(loader, "load_state_dict")
-    )
-
-
-class _Watch:
-    """In the place of a loader's ``collate_fn``, which a worker calls with each batch.
-
-    Args:
-        collate: The loader's own.
-        init: Its own ``worker_init_fn``.
-        flags: For what each worker has seen; they are moved to shared memory.
-    """
-
-    def __init__(self, collate: Callable[[Any], Any], init: Callable[[int], None] | None, flags: Any) -> None:
-        self.collate, self.init, self.flags = collate, init, flags.share_memory_()
-        self._worker: int | None = None
-        self._random: Any = None
-        self._outline: list[Any] | None = None
-
-    @property
-    def has_seen_no_change(self) -> bool:
-        """Whether every worker has looked, and none has seen a change."""
-        return bool((self.flags.numpy() == _UNCHANGED).all())
-
-    def begin(self, worker: int) -> None:
-        """In the place of its ``worker_init_fn``: called in the worker, before it reads."""
-        if self.init is not None:
-            self.init(worker)
-        self._worker, self._random, self._outline = worker, _random_state(), None
-
-    def __call__(self, samples: Any) -> Any:
-        """The loader's ``collate_fn``."""
-        batch = self.collate(samples)
-        if self._worker is not None:
-            self._look(self._worker)
-        return batch
-
-    def _look(self, worker: int) -> None:
-        info: Any = get_worker_info()
-        try:
-            now = outline(info.dataset, self.collate)
-        except Exception:  # of an object that does not like to be looked at
-            log.debug("A dataset cannot be looked at", exc_info=True)
-            now = None
-        is_first, self._outline = self._outline is None, self._outline or now
-        if now is None or now != self._outline or self._random != _random_state():
-            self.flags[worker] = _CHANGED
-            self._worker = self._random = self._outline = None  # which keeps alive what it was made of
-        elif not is_first:
-            self.flags[worker] = _UNCHANGED
-
-
-def _random_state() -> tuple[Any, ...]:
-    return random.getstate(), pickle.dumps(np.random.get_state(legacy=False)), _bytes_of(torch.get_rng_state())
-
-
-def _bytes_of(tensor: torch.Tensor) -> bytes:
-    return tensor.numpy().tobytes()
 
 
 class _Same:
@@ -225,7 +96,7 @@ def _about(each: Any) -> list[Any]:
     if isinstance(each, np.random.SeedSequence):
         return [repr(each.state)]
     if isinstance(each, torch.Generator):
-        return [_bytes_of(each.get_state())]
+        return [each.get_state().numpy().tobytes()]
     if isinstance(each, torch.Tensor):
         is_small = each.device.type == "cpu" and each.layout == torch.strided and each.nbytes <= _MOST_BYTES
         return [each._version, each.detach().tolist() if is_small and not each.is_quantized else None]

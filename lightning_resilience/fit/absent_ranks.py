@@ -34,6 +34,7 @@ from lightning_resilience._lightning import (
 from lightning_resilience._lightning.lightning_micro_batches import MicroBatch, TrainingData
 from lightning_resilience._lightning.lightning_patches import Patches
 from lightning_resilience.checkpoint.data_position import RandomState
+from lightning_resilience.fit.data_workers import DataWorkers
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -88,7 +89,7 @@ class AbsentRanks:
         advanced: Called after each batch that is fetched again.
         get_random_state: Gives this process's random state.
         set_random_state: Restores one.
-        guard_workers: Has workers of loaders neither end before this process nor outlive it.
+        workers: Those of training data loaders.
 
     Attributes:
         before: How many ranks the run has.
@@ -109,7 +110,7 @@ class AbsentRanks:
         advanced: Callable[[], None],
         get_random_state: Callable[[], RandomState],
         set_random_state: Callable[[RandomState], None],
-        guard_workers: Callable[[list[Any]], None],
+        workers: DataWorkers,
     ) -> None:
         self.before, self.ranks, self.shrinks = before, ranks, shrinks
         self.is_in_vain = False
@@ -119,7 +120,7 @@ class AbsentRanks:
         self._data = data
         self._advanced = advanced
         self._get_random_state, self._set_random_state = get_random_state, set_random_state
-        self._guard_workers = guard_workers
+        self._workers = workers
         self._is_resuming = False
         self._loaders: list[Any] = []
         self._iterator: Callable[[], Any] = lambda: None  # the Trainer's of this epoch
@@ -155,11 +156,6 @@ class AbsentRanks:
             passes = self._micro_batches, self._begin_step, self._expect_forward
             lightning_micro_batches.add_micro_batches(self._trainer, patches, *passes, self.share)
 
-    @property
-    def loaders(self) -> list[Any]:
-        """Those of the absent ranks."""
-        return [each for loader in self._loaders for each in loader.flattened]
-
     def leave(self) -> None:
         """The fit has ended."""
         if self._hook is not None:
@@ -177,7 +173,8 @@ class AbsentRanks:
         nothing = {"metrics": metrics, "inherited": True, "absent": {}}
         if self.shrinks:  # their random numbers will be those of this process, which has made as many steps
             return {str(rank): {**mine, **nothing, "kept": state["kept"]} for rank, state in self.states.items()}
-        theirs = {"now", *(("epoch", "first_batch") if mine["epoch"] is not None else ()), "kept", "metrics", "absent"}
+        in_epoch = ("epoch", "first_batch", "workers") if mine["epoch"] is not None else ()
+        theirs = {"now", *in_epoch, "kept", "metrics", "absent"}
         same = {key: value for key, value in mine.items() if key not in theirs}
         return {str(rank): {**state, **same, **nothing} for rank, state in self.states.items()}
 
@@ -185,7 +182,7 @@ class AbsentRanks:
         """From now on :meth:`own_states` gives these states, of ranks whose places this process or another one takes.
 
         Args:
-            states: Of each ``"now"``, ``"epoch"``, ``"first_batch"`` and ``"kept"``.
+            states: Of each ``"now"``, ``"epoch"``, ``"first_batch"``, ``"workers"`` and ``"kept"``.
         """
         self.states = {rank: dict(state) for rank, state in states.items()}
 
@@ -194,6 +191,8 @@ class AbsentRanks:
     def at_boundary(self) -> None:
         """A training boundary: in the first of an epoch, and of a resume, the loaders of the absent ranks begin."""
         self._follow(lightning_data.batches_fetched_in_all(self._trainer))
+        for state, loader in zip(self.states.values(), self._loaders, strict=False):  # none where they are left out
+            state["workers"] = self._workers.states(loader.flattened, self._fetched)
 
     def _follow(self, done: int) -> None:
         iterator = lightning_data.iterator(self._trainer)
@@ -231,17 +230,19 @@ class AbsentRanks:
             return
         self._loaders, self._fetched = self._data.of_others(), done
         for other in self._loaders:
-            self._guard_workers(other.flattened)
+            self._workers.watch(other.flattened)
         for (rank, state), loader in zip(self.states.items(), self._loaders, strict=True):
             # The first batch of all is that of the next epoch, where the checkpoint is from the end of one.
             if is_resuming and state["epoch"] is not None and (done or not state["fetched"]):
                 now = state["now"]
                 with self._random_state_of(rank):
                     self._set_random_state(state["epoch"])
+                    is_same_place = state["fetched"] == done  # else batches have another size
+                    self._workers.begin_at(loader.flattened, done, state["workers"] if is_same_place else None)
                     iter(loader)
                     if state["first_batch"] is not None:
                         self._set_random_state(state["first_batch"])
-                    self._fetch_again(loader, done, state["reads_without_traces"])
+                    self._fetch_again(loader, done)
                     self._set_random_state(now)
             else:
                 state["epoch"] = state["now"]
@@ -249,8 +250,8 @@ class AbsentRanks:
                     iter(loader)
                 state["first_batch"] = state["now"]
 
-    def _fetch_again(self, loader: Any, batches: int, reads_without_traces: bool) -> None:
-        if batches and not lightning_data.skip(loader, batches, reads_without_traces, self._advanced):
+    def _fetch_again(self, loader: Any, batches: int) -> None:
+        if batches and not lightning_data.skip(loader, batches):
             for _ in range(batches):
                 next(loader)
                 self._advanced()

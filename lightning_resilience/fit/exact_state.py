@@ -25,7 +25,6 @@ from lightning_resilience._lightning import (
 )
 from lightning_resilience._lightning.lightning_micro_batches import Division, TrainingData
 from lightning_resilience.checkpoint import data_position
-from lightning_resilience.checkpoint.reading_traces import ReadingTraces
 from lightning_resilience.checkpoint.reduction_order import (
     GradientArrivalRecorder,
     inexact_reasons,
@@ -36,6 +35,7 @@ from lightning_resilience.checkpoint.reduction_order import (
 from lightning_resilience.fit import absent_ranks
 from lightning_resilience.fit.absent_ranks import AbsentRanks
 from lightning_resilience.fit.context import FitContext
+from lightning_resilience.fit.data_workers import DataWorkers, same_for_all
 from lightning_resilience.fit.logger_files import Logs
 from lightning_resilience.fit.outcome import FitOutcome
 from lightning_resilience.fit.participant import Stateful
@@ -65,7 +65,6 @@ class ExactState:
     """
 
     def __init__(self, fit: FitContext, outcome: FitOutcome, guard_workers: Callable[[list[Any]], None]) -> None:
-        self._guard_workers = guard_workers
         self.fit = fit
         self.outcome = outcome
         self.resumed: dict[str, Any] | None = None
@@ -77,8 +76,8 @@ class ExactState:
         """The order of the gradients when DDP built its buckets; ``None`` without buckets."""
         self.accumulates = fit.trainer.accumulate_grad_batches
         self.loading = lightning_patches.Patches()
-        self.traces = ReadingTraces(is_asked=read_again() == IF_CHANGED)
-        """Of the workers of training data loaders."""
+        self.workers = DataWorkers(guard_workers, is_asked=read_again() == IF_CHANGED)
+        """Those of training data loaders."""
         self._recorder: GradientArrivalRecorder | None = None
         self._first_batch_random_state: data_position.RandomState | None = None
         self._epoch_random_state: data_position.RandomState | None = None
@@ -86,7 +85,7 @@ class ExactState:
         self._before_fetch: data_position.RandomState | None = None
         self._epoch_begun: tuple[Any, Any] = (None, None)
         self._kept_of_lost: dict[str, Any] | None = None
-        self._traceless_of_lost: bool | None = None
+        self._workers_of_lost: torch.Tensor | None = None
         self._data: TrainingData | None = None
         self._absent: AbsentRanks | None = None
         self._left_out = 0
@@ -108,7 +107,7 @@ class ExactState:
         first_batch: data_position.RandomState | None,
         extra_state: dict[str, Any],
         absent: Mapping[int, dict[str, Any]],
-        reads_without_traces: bool,
+        workers: torch.Tensor | None,
     ) -> None:
         """From now on :meth:`own_state` is that of a lost rank, in whose place random states and metrics were put.
 
@@ -117,21 +116,19 @@ class ExactState:
             first_batch: The same at the first batch.
             extra_state: Its extra state, by name.
             absent: What only the ranks whose places it took would know; see :attr:`absent_states`.
-            reads_without_traces: Whether its workers had left none.
+            workers: Its :attr:`worker_states`.
         """
         self._epoch_random_state, self._first_batch_random_state = epoch, first_batch
-        self._kept_of_lost, self._traceless_of_lost = extra_state, reads_without_traces
+        self._kept_of_lost, self._workers_of_lost = extra_state, workers
         self.put_back_absent(absent)
 
     @property
-    def reads_without_traces(self) -> bool:
-        """Whether a new worker would be as good as those that have read the data of this epoch in this process."""
-        if not self.traces.is_asked:
-            return False
-        if self._traceless_of_lost is not None:
-            return self._traceless_of_lost
-        absent = [] if self._absent is None else self._absent.loaders
-        return self.traces.are_none([*lightning_data.train_loaders(self.fit.trainer), *absent])
+    def worker_states(self) -> torch.Tensor | None:
+        """What new workers need to go on from here; see :meth:`.DataWorkers.states`."""
+        if self._kept_of_lost is not None:
+            return self._workers_of_lost
+        trainer = self.fit.trainer
+        return self.workers.states(lightning_data.train_loaders(trainer), lightning_data.batches_fetched(trainer))
 
     @property
     def absent_states(self) -> dict[int, dict[str, Any]]:
@@ -215,7 +212,7 @@ class ExactState:
             "in_flight": None if final else self._before_fetch,
             "kept": self._kept(),
             "loader_states": None if final else lightning_data.loader_states(self.fit.trainer),
-            "reads_without_traces": not final and self.reads_without_traces,
+            "workers": None if final else self.worker_states,
             "metrics": now["metrics"],
             "reload_epochs": lightning_data.reload_epochs(self.fit.trainer),
             "searched": lightning_callbacks.found_by_searches(self.fit.trainer),
@@ -264,8 +261,6 @@ class ExactState:
         states = {rank: _with_defaults(each) for rank, each in states.items()}
         before = next(iter(states.values())).get("world_size", saved_by)
         states |= {int(rank): each for present in states.values() for rank, each in present["absent"].items()}
-        key, is_asked = "reads_without_traces", self.traces.is_asked  # now, whatever was when it was saved
-        states = {rank: {**each, key: is_asked and each.get(key, False)} for rank, each in states.items()}
         own = states.get(self.fit.rank) or self._of_newcomer(next(iter(states.values())))
         epoch = checkpoint["loops"]["fit_loop"]["epoch_progress"]["current"]["processed"]
         self._left_out = own["left_out"]
@@ -318,6 +313,8 @@ class ExactState:
         can_have_own = (world > 1 or before == 1) and all(size and size * before % world == 0 for size in sizes)
         if (now <= 1 and can_have_own) or before < world:
             places, share = world, now
+        if places != before:
+            own = {**own, "workers": same_for_all(own["workers"])}  # they read other samples
         reason = None if before == world else absent_ranks.why_not(trainer, places)
         if before == 1 and epoch is not None and orders is None:
             reason = "an earlier version has saved it"
@@ -331,7 +328,7 @@ class ExactState:
         self._data = TrainingData(trainer, self.loading, division)
         if places > world:
             shrinks = self.fit.from_rank_0(lambda: self._global_batch) == SHRINK
-            functions = self.fit.advanced, self.get_random_state, self.set_random_state, self.watch_workers
+            functions = self.fit.advanced, self.get_random_state, self.set_random_state, self.workers
             self._absent = AbsentRanks(trainer, self.loading, self._data, ranks[1:], places, shrinks, *functions)
         return own
 
@@ -381,11 +378,6 @@ class ExactState:
         elif self.batch_share != 1 and is_first:
             log.info("Batches of %s, %s of the script's: there were fewer ranks at first.", sizes, self.batch_share)
 
-    def watch_workers(self, loaders: list[Any]) -> None:
-        """Has the workers of training data loaders be guarded, and see whether they leave traces when they read."""
-        self._guard_workers(loaders)
-        self.traces.watch(loaders)
-
     def begin_data(self, loaders: list[Any], load_loader_states: Callable[[], None]) -> None:
         """Prepares the data loaders for the resume, before their workers start."""
         if self.resumed is not None and self._data is not None:
@@ -402,11 +394,15 @@ class ExactState:
                 data_position.start_persistent_workers(loaders)
             self.set_random_state(mine["epoch"] or mine["now"])
         self.note_epoch()
+        if self.resumed is not None and mine is not None and mine["loader_states"] is None:
+            is_same_size = self.resumed["batch_sizes"] == data_position.batch_sizes(loaders)
+            if is_same_size and not lightning_data.fetches_itself(self.fit.module):
+                self.workers.begin_at(loaders, mine["fetched"], mine["workers"])
 
     def note_epoch(self) -> None:
         """Called before the iterator of an epoch is made."""
         self._epoch_random_state = self.get_random_state()
-        self.traces.forget()
+        self.workers.forget()
 
     def start(self, is_first: bool) -> None:
         """Training begins, also after a rollback."""
@@ -446,8 +442,7 @@ class ExactState:
             batches = lightning_progress.epoch_loop_batches(self.fit.trainer)
             if mine is not None:
                 batches = int(mine["fetched"] * change)
-            traceless = mine is not None and mine["reads_without_traces"]
-            if batches and lightning_data.fast_forward(self.fit.trainer, batches, traceless, self.fit.advanced):
+            if batches and lightning_data.fast_forward(self.fit.trainer, batches):
                 lightning_progress.count_replayed(self.fit.trainer)
                 return
             if batches and self.fit.rank == 0:
@@ -594,6 +589,7 @@ def _with_defaults(own: dict[str, Any]) -> dict[str, Any]:
         "absent": {},
         "batch_share": "1",
         "left_out": 0,
+        "workers": None,
     }
     return {**defaults, **own, "metrics": metrics}
 

@@ -36,7 +36,13 @@ import xxhash
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lightning_resilience._files import publish, read_json, write_json
-from lightning_resilience._lightning import lightning_boundary, lightning_loggers, lightning_loops, lightning_strategies
+from lightning_resilience._lightning import (
+    lightning_boundary,
+    lightning_data,
+    lightning_loggers,
+    lightning_loops,
+    lightning_strategies,
+)
 from lightning_resilience._torch import before_update
 from lightning_resilience.checkpoint.digest import digest_of
 from lightning_resilience.checkpoint.generations import RankLocation
@@ -126,6 +132,8 @@ class _OwnValues:
     def __init__(self, session: FitSession) -> None:
         trainer, module = session.fit.trainer, session.fit.module
         self.names = lightning_boundary.names_of_metrics(trainer)
+        self._no_workers = session.exact.workers.no_states(lightning_data.train_loaders(trainer))
+        self.size_of_absent = 8 + self._no_workers.nbytes
         self._numbers: list[tuple[lightning_boundary.Place, type]] = []
         self._scalars: list[tuple[lightning_boundary.Place, torch.Tensor]] = []
         self._places: list[lightning_boundary.Place] = []
@@ -151,9 +159,11 @@ class _OwnValues:
                 kinds.append((name, self._add(name, place, is_buffer=True)))
         if room < 0 or len(self._tensors) + len(self._scalars) > 2 * _MOST_COPIED:
             raise _Unknown("there are too many metrics")
+        kinds.append(("workers", str(len(self._no_workers))))
         self.layout = xxhash.xxh3_64_intdigest(repr(kinds).encode())
         self._of_logs = len(LogPosition(0, 0)) * len(lightning_loggers.file_loggers(trainer))
-        self.size = 8 * (len(kinds) + 2 + self._of_logs) + sum(each.nbytes + 8 for each in self._tensors)
+        of_tensors = sum(each.nbytes + 8 for each in [*self._tensors, self._no_workers])
+        self.size = 8 * (len(kinds) + 2 + self._of_logs) + of_tensors
 
     def _add(self, name: str, place: lightning_boundary.Place, is_buffer: bool) -> str:
         value = place[0][place[1]]
@@ -175,12 +185,14 @@ class _OwnValues:
         if not all(each.is_contiguous() for each in tensors):
             raise ValueError("a tensor has gaps")
 
-    def read(self, begun: int, traceless: bool, logs: Sequence[LogPosition]) -> tuple[list[float], list[torch.Tensor]]:
+    def read(
+        self, begun: int, workers: torch.Tensor | None, logs: Sequence[LogPosition]
+    ) -> tuple[list[float], list[torch.Tensor]]:
         """The numbers and tensors of now, as an own part takes them.
 
         Args:
             begun: The position at which the epoch has begun.
-            traceless: See :attr:`.ExactState.reads_without_traces`.
+            workers: See :attr:`.ExactState.worker_states`.
             logs: How far the loggers have logged; empty if that is not known.
 
         Raises:
@@ -189,7 +201,7 @@ class _OwnValues:
         of_logs = list(itertools.chain(*logs))
         if len(of_logs) != self._of_logs:
             of_logs = [math.nan] * self._of_logs
-        numbers = [begun, traceless, *of_logs, *(d[key] for (d, key), _ in self._numbers)]
+        numbers = [begun, workers is not None, *of_logs, *(d[key] for (d, key), _ in self._numbers)]
         numbers += [d[key].item() for (d, key), _ in self._scalars]
         tensors = [d[key] for d, key in self._places]
         if not all(map(operator.is_, tensors, self._tensors)):
@@ -198,10 +210,24 @@ class _OwnValues:
                     raise ValueError("a tensor has another shape or type")
             self._check(tensors)
             self._tensors = tensors
-        return numbers, tensors
+        return numbers, [*tensors, self._or_none(workers)]
 
-    def write(self, part: OwnPart) -> tuple[int, bool, list[LogPosition]]:
-        """Puts what an own part holds in their place; returns ``begun``, ``traceless`` and ``logs``.
+    def _or_none(self, workers: torch.Tensor | None) -> torch.Tensor:
+        if workers is not None and len(workers) != len(self._no_workers):
+            raise ValueError("there are other workers")
+        return self._no_workers if workers is None else workers
+
+    def read_absent(self, workers: torch.Tensor | None) -> tuple[list[float], list[torch.Tensor]]:
+        """The same of an absent rank, which has no metrics."""
+        return [workers is not None], [self._or_none(workers)]
+
+    def workers_of_absent(self, part: OwnPart) -> torch.Tensor | None:
+        """What the own part of an absent rank holds."""
+        (is_known,), (workers,) = part.values(1, [self._no_workers])
+        return workers if is_known else None
+
+    def write(self, part: OwnPart) -> tuple[int, torch.Tensor | None, list[LogPosition]]:
+        """Puts what an own part holds in their place; returns ``begun``, ``workers`` and ``logs``.
 
         Raises:
             _Unknown: If it holds something else.
@@ -209,8 +235,8 @@ class _OwnValues:
         if part.layout != self.layout:
             raise _Unknown("ranks have different metrics")
         count = len(self._numbers)
-        (begun, traceless, *numbers), tensors = part.values(
-            2 + self._of_logs + count + len(self._scalars), self._tensors
+        (begun, is_known, *numbers), (*tensors, workers) = part.values(
+            2 + self._of_logs + count + len(self._scalars), [*self._tensors, self._no_workers]
         )
         of_logs, numbers = iter(numbers[: self._of_logs]), numbers[self._of_logs :]
         for ((owner, key), kind), number in zip(self._numbers, numbers[:count], strict=True):
@@ -223,7 +249,8 @@ class _OwnValues:
                     owner[key].copy_(tensor)
             else:
                 owner[key] = tensor
-        return int(begun), bool(traceless), list(map(LogPosition, of_logs, of_logs, of_logs))
+        positions = list(map(LogPosition, of_logs, of_logs, of_logs))
+        return int(begun), workers if is_known else None, positions
 
 
 class LastBoundary(Participant):
@@ -330,11 +357,12 @@ class LastBoundary(Participant):
         assert self._values is not None
         assert self._writer is not None
         for rank, (writer, state) in self._of_absent.items():
-            state.set(self._session.exact.absent_states[rank]["now"])
-            writer.put(position, 0, ())
+            absent = self._session.exact.absent_states[rank]
+            state.set(absent["now"])
+            writer.put(position, 0, *self._values.read_absent(absent["workers"]))
         known = logs if self._rows is not None else []
-        traceless = self._session.exact.reads_without_traces
-        self._writer.put(position, self._values.layout, *self._values.read(self._begun_at, traceless, known))
+        workers = self._session.exact.worker_states
+        self._writer.put(position, self._values.layout, *self._values.read(self._begun_at, workers, known))
 
     def _arrange(self, position: int) -> None:
         """Looks which metrics and buffers there are."""
@@ -343,7 +371,8 @@ class LastBoundary(Participant):
             self._open(self._values.size)
         if self._of_absent.keys() != self._session.exact.absent_states.keys():
             self._close_absent()
-            self._of_absent = {rank: self._opened(rank) for rank in self._session.exact.absent_states}
+            size = self._values.size_of_absent
+            self._of_absent = {rank: self._opened(rank, size) for rank in self._session.exact.absent_states}
         if self._session.exact.epoch_begun is not self._begun:
             self._begin_epoch(position)
 
@@ -387,9 +416,9 @@ class LastBoundary(Participant):
         self._room = 4096 + 2 * size
         self._writer = OwnPartWriter(self._path(self._session.fit.rank), self._session.fit.nonce, self._room)
 
-    def _opened(self, absent: int) -> tuple[OwnPartWriter, GivenState]:
+    def _opened(self, absent: int, size: int) -> tuple[OwnPartWriter, GivenState]:
         state = GivenState()
-        return OwnPartWriter(self._path(absent), self._session.fit.nonce, 0, state), state
+        return OwnPartWriter(self._path(absent), self._session.fit.nonce, size, state), state
 
     def _close_absent(self) -> None:
         for writer, _ in self._of_absent.values():
@@ -605,21 +634,23 @@ class LastBoundary(Participant):
             session.exact.logs.go_back(note.logs)
         for rank in ranks:
             part = self._part_of(rank, note.position)
-            begun_at, traceless, logs = values.write(part)
+            begun_at, workers, logs = values.write(part)
             if rank == session.fit.rank:
                 session.exact.put_back_absent(note.absent)
             else:
                 kept = {LOGS: self._logs_of(rank, logs)} if rank == 0 and logs else {}
                 epoch = self._epoch_of(rank, begun_at)
                 absent = {int(each): {**of, **self._now_of(int(each), note)} for each, of in epoch["absent"].items()}
-                session.exact.stand_in(epoch["epoch"], epoch["first_batch"], kept, absent, traceless)
+                session.exact.stand_in(epoch["epoch"], epoch["first_batch"], kept, absent, workers)
             part.restore_random_state()
             yield rank
 
     def _now_of(self, absent: int, note: _Note) -> dict[str, Any]:
-        """The random state of an absent rank whose place a lost one took."""
-        self._part_of(absent, note.position).restore_random_state()
-        return {"now": self._session.exact.get_random_state()}
+        """The random states of an absent rank whose place a lost one took, and of its workers."""
+        assert self._values is not None
+        part = self._part_of(absent, note.position)
+        part.restore_random_state()
+        return {"now": self._session.exact.get_random_state(), "workers": self._values.workers_of_absent(part)}
 
     def _part_of(self, rank: int, position: int) -> OwnPart:
         try:

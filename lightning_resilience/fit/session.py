@@ -155,7 +155,7 @@ class FitSession:
         if self._is_search() or not self._has_restored:
             load_loader_states()
             return
-        self.exact.watch_workers(loaders)
+        self.exact.workers.watch(loaders)
         for before_training_data in self.fit.participants.implement(Participant.before_training_data):
             before_training_data(loaders)
         self._identity.check_data(loaders)
@@ -541,7 +541,7 @@ class FitSession:
     def _release(self) -> None:
         self.exact.loading.undo()
         self.fit.patches.undo()
-        self.exact.traces.leave()
+        self.exact.workers.leave()
         for loader, init in self._guarded.items():
             loader.worker_init_fn = init
         if self.fit.failing:

@@ -1,0 +1,274 @@
+"""Workers of training data loaders: guarded and, where that is asked, begun in mid-epoch as if they had read.
+
+The place of a loader is that of its sampler, which is moved on in no time, and what its workers hold: the state of
+their random generators, and what a dataset of the user's remembers from one read to the next. So each worker leaves the
+first in shared memory behind each batch, and looks whether there is any of the second. If not, new workers that get
+these states are as good as those that have read everything up to there.
+
+What they see is what Python shows; see :mod:`.reading_traces`. So it is for the user to say that samples depend on
+nothing but their index and random numbers, and the look is there to notice when that is not so.
+
+What the first read changes is no trace: datasets open their files when they first need them, in each worker.
+"""
+
+from __future__ import annotations
+
+import logging
+import struct
+import weakref
+from collections.abc import Callable, Collection
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+from lightning_resilience._lightning import lightning_data
+from lightning_resilience.checkpoint.data_position import RandomState, get_random_state, set_random_state
+from lightning_resilience.checkpoint.reading_traces import outline
+from lightning_resilience.signals import WorkerGuard
+
+log = logging.getLogger(__name__)
+
+_CPU = torch.device("cpu")
+_TWISTER = struct.Struct("<625I")  # the words of a Mersenne twister and its position: Python's, NumPy's
+_GAUSS = struct.Struct("<d?d?")  # the second normal numbers of both, and whether there are any
+_STATE_SIZE = 2 * _TWISTER.size + _GAUSS.size + torch.default_generator.get_state().numel()
+_UNCHANGED, _CHANGED = 1, 2
+"""What a worker has seen; 0: it has not looked twice."""
+
+
+class DataWorkers:
+    """The workers of training data loaders.
+
+    Args:
+        guard: Has workers of loaders neither end before this process nor outlive it.
+        is_asked: Whether they are watched.
+    """
+
+    def __init__(self, guard: Callable[[list[Any]], None], is_asked: bool = True) -> None:
+        self._guard, self._is_asked = guard, is_asked
+        self._watched: weakref.WeakSet[Any] = weakref.WeakSet()  # an epoch may create new loaders
+
+    def watch(self, loaders: list[Any]) -> None:
+        """Guards the workers of these loaders, and has them look from their next iterators on.
+
+        Args:
+            loaders: What cannot be watched is left out. Some may be watched already.
+        """
+        self._guard(loaders)
+        for loader in loaders if self._is_asked else ():
+            if not _can_be_watched(loader) or loader in self._watched:
+                continue
+            guard = loader.worker_init_fn
+            watch = loader.collate_fn = _Watch(loader.collate_fn, guard.inner, loader)
+            guard.inner = watch.begin
+            self._watched.add(loader)
+
+    def forget(self) -> None:
+        """Other workers begin, with the epoch."""
+        for loader in self._watched:
+            lightning_data.begin_at(loader, 0)
+            if isinstance(watch := loader.collate_fn, _Watch):
+                watch.expect(0)
+
+    def begin_at(self, loaders: list[Any], batches: int, states: torch.Tensor | None) -> None:
+        """Has the workers of the next iterator begin behind so many batches, if they can; else they read again.
+
+        Args:
+            loaders: Those of one rank.
+            batches: How many.
+            states: What :meth:`states` has given at that place.
+        """
+        watch = _watch_of(loaders)
+        if watch is None or states is None or not batches:
+            return
+        if states.shape != watch.no_states().shape:
+            if states.any():
+                return  # there are other workers, which would have drawn other numbers
+            states = watch.no_states()
+        if lightning_data.begin_at(loaders[0], batches):
+            watch.expect(batches, states)
+
+    def states(self, loaders: Collection[Any], batches: int) -> torch.Tensor | None:
+        """What new workers need so that they are as good as those that have read in this epoch.
+
+        Args:
+            loaders: Those of one rank.
+            batches: How many have been fetched.
+
+        Returns:
+            Bytes of shape ``(workers, ...)``, zeros for those that have drawn no random number; ``None`` if it is not
+            known, or would not do.
+        """
+        watch = _watch_of(loaders)
+        return None if watch is None else watch.states(batches)
+
+    def no_states(self, loaders: Collection[Any]) -> torch.Tensor:
+        """The same where none has drawn a number; empty where it is never known."""
+        watch = _watch_of(loaders)
+        return torch.zeros(0, _STATE_SIZE, dtype=torch.uint8) if watch is None else watch.no_states()
+
+    def leave(self) -> None:
+        """Has loaders collate as they did; with what guards their workers the rest goes."""
+        for loader in self._watched:
+            lightning_data.begin_at(loader, 0)
+            if isinstance(watch := loader.collate_fn, _Watch):
+                loader.collate_fn = watch.collate
+        self._watched.clear()
+
+
+def same_for_all(states: torch.Tensor | None) -> torch.Tensor | None:
+    """What :meth:`DataWorkers.states` has given if it holds for other ranks, too: no worker has drawn a number."""
+    return None if states is None or states.any() else states
+
+
+def _can_be_watched(loader: Any) -> bool:
+    """Whether it has workers that begin anew with each iterator, and does not find its place by itself."""
+    return (
+        isinstance(loader, DataLoader)
+        and isinstance(loader.worker_init_fn, WorkerGuard)
+        and not isinstance(loader.dataset, IterableDataset)
+        and not loader.persistent_workers
+        and not hasattr(loader, "load_state_dict")
+    )
+
+
+def _watch_of(loaders: Collection[Any]) -> _Watch | None:
+    """What watches the workers of the only loader."""
+    (loader,) = loaders if len(loaders) == 1 else (None,)
+    return loader.collate_fn if isinstance(loader, DataLoader) and isinstance(loader.collate_fn, _Watch) else None
+
+
+class _Watch:
+    """In the place of a loader's ``collate_fn``, which a worker calls with each batch.
+
+    Worker ``w`` of ``n`` reads the batches ``w``, ``w + n``, ... It is ahead of the training by ``prefetch_factor`` of
+    them, so that the states behind one more than these are kept.
+
+    Args:
+        collate: The loader's own.
+        init: Its own ``worker_init_fn``.
+        loader: It.
+    """
+
+    def __init__(self, collate: Callable[[Any], Any], init: Callable[[int], None] | None, loader: Any) -> None:
+        self.collate, self.init = collate, init
+        self._count, self._kept = loader.num_workers, loader.prefetch_factor + 2
+        self._worker: int | None = None
+        self._done = 0
+        self._begun = b""
+        self._outline: list[Any] | None = None
+        self.expect(0)
+
+    def expect(self, batches: int, states: torch.Tensor | None = None) -> None:
+        """Other workers begin, in memory of their own: those before may still be writing.
+
+        Args:
+            batches: How many were fetched before.
+            states: See :meth:`states`.
+        """
+        self._batches = batches
+        memory: Any = torch.zeros(self._count * self._record.itemsize, dtype=torch.uint8)
+        self._memory = memory.share_memory_()
+        at = self._at(batches)
+        self._records["done"][at] = self._done_by(batches)
+        if states is not None:
+            self._records["seen"] = _UNCHANGED
+            self._records["states"][at] = states.numpy()
+
+    @property
+    def _record(self) -> np.dtype[Any]:
+        """Of a worker: what it has seen, and behind how many of its batches it had which states."""
+        return np.dtype([("seen", "u1"), ("done", "<i8", self._kept), ("states", "u1", (self._kept, _STATE_SIZE))])
+
+    @property
+    def _records(self) -> Any:
+        return self._memory.numpy().view(self._record)
+
+    def _done_by(self, batches: int) -> Any:
+        """How many of so many batches each worker has read."""
+        return (batches - np.arange(self._count) + self._count - 1) // self._count
+
+    def _at(self, batches: int) -> Any:
+        """Where the states behind so many batches are."""
+        return np.arange(self._count), self._done_by(batches) % self._kept
+
+    def states(self, batches: int) -> torch.Tensor | None:
+        """See :meth:`DataWorkers.states`."""
+        records, at = self._records, self._at(batches)
+        is_known = (records["seen"] == _UNCHANGED).all() and (records["done"][at] == self._done_by(batches)).all()
+        return torch.from_numpy(records["states"][at]) if is_known else None
+
+    def no_states(self) -> torch.Tensor:
+        """See :meth:`DataWorkers.no_states`."""
+        return torch.zeros(self._count, _STATE_SIZE, dtype=torch.uint8)
+
+    def begin(self, worker: int) -> None:
+        """In the place of its ``worker_init_fn``: called in the worker, before it reads."""
+        if self.init is not None:
+            self.init(worker)
+        self._worker, self._outline = worker, None
+        self._begun, self._done = _packed(get_random_state(_CPU)), int(self._done_by(self._batches)[worker])
+        state = self._records["states"][worker, self._done % self._kept]
+        if state.any():
+            set_random_state(_unpacked(state.tobytes()), _CPU)
+
+    def __call__(self, samples: Any) -> Any:
+        """The loader's ``collate_fn``."""
+        batch = self.collate(samples)
+        if self._worker is not None:
+            self._look(self._worker)
+        return batch
+
+    def _look(self, worker: int) -> None:
+        info: Any = get_worker_info()
+        try:
+            now = outline(info.dataset, self.collate)
+        except Exception:  # of an object that does not like to be looked at
+            log.debug("A dataset cannot be looked at", exc_info=True)
+            now = None
+        is_first, self._outline = self._outline is None, self._outline or now
+        state, records = _packed(get_random_state(_CPU)), self._records
+        if now is None or now != self._outline or not state:
+            records["seen"][worker] = _CHANGED
+            self._worker = self._outline = None  # which keeps alive what it was made of
+            return
+        self._done += 1
+        at = worker, self._done % self._kept
+        records["states"][at] = np.frombuffer(state, np.uint8) if state != self._begun else 0
+        records["done"][at] = self._done
+        if not is_first:
+            records["seen"][worker] = _UNCHANGED
+
+
+def _packed(state: RandomState) -> bytes:
+    """A random state as it is kept; empty if NumPy's generator was replaced."""
+    (_, words, python_gauss), numpy = state["python"], state["numpy"]
+    if numpy["bit_generator"] != "MT19937":
+        return b""
+    return b"".join(
+        (
+            _TWISTER.pack(*words),
+            _TWISTER.pack(*numpy["state"]["key"].tolist(), numpy["state"]["pos"]),
+            _GAUSS.pack(python_gauss or 0.0, python_gauss is not None, numpy["gauss"], bool(numpy["has_gauss"])),
+            state["torch"].numpy().tobytes(),
+        )
+    )
+
+
+def _unpacked(packed: bytes) -> RandomState:
+    python, (*key, pos) = _TWISTER.unpack_from(packed), _TWISTER.unpack_from(packed, _TWISTER.size)
+    at = 2 * _TWISTER.size
+    python_gauss, has_python_gauss, gauss, has_gauss = _GAUSS.unpack_from(packed, at)
+    return {
+        "python": (3, python, python_gauss if has_python_gauss else None),
+        "numpy": {
+            "bit_generator": "MT19937",
+            "state": {"key": np.array(key, dtype=np.uint32), "pos": pos},
+            "has_gauss": int(has_gauss),
+            "gauss": gauss,
+        },
+        "torch": torch.frombuffer(bytearray(packed[at + _GAUSS.size :]), dtype=torch.uint8),
+        "generators": [],
+    }
