@@ -203,7 +203,7 @@ def test_the_command_line_gives_launch_what_was_given_and_nothing_else(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").touch()
     options = ["--nodes=2", "--gpus-per-node=8", "--job-retries=0", "--local-dir=local", "--env-setup=module load x"]
-    cli.main(["slurm", *options, "train.py", "--job-retries", "5"])
+    cli.main(["slurm", *options, "--read-again=if-changed", "train.py", "--job-retries", "5"])
     script = capsys.readouterr().out
     words = shlex.split(script[script.index("exec ") :])
     assert words[words.index("--") + 1 :] == [
@@ -211,6 +211,7 @@ def test_the_command_line_gives_launch_what_was_given_and_nothing_else(
         "--nproc-per-node=8",
         "--job-retries=0",
         f"--local-dir={tmp_path}/local",
+        "--read-again=if-changed",
         "train.py",
         "--job-retries",
         "5",

@@ -317,6 +317,13 @@ def _parser() -> argparse.ArgumentParser:
         "the job, or when it alone is replaced (--elastic), where memory allows (default: %(default)s)",
     )
     launch.add_argument(
+        "--read-again",
+        choices=READS_AGAIN,
+        help="data of an epoch in which the training is resumed: always, or only if workers of the data loader have "
+        "changed by reading, as far as that is seen; say so if samples depend on nothing but their index and random "
+        "numbers (default: always)",
+    )
+    launch.add_argument(
         "--quiet",
         action="store_true",
         help="of this package's own lines, show only interruptions, warnings, errors and the end",
@@ -363,13 +370,6 @@ def _parser() -> argparse.ArgumentParser:
         choices=GLOBAL_BATCHES,
         help="batches of ranks that are absent, here or because the job has become smaller: the others train on them, "
         "too, or they are left out, so that steps have fewer samples (default: constant)",
-    )
-    here.add_argument(
-        "--read-again",
-        choices=READS_AGAIN,
-        help="data of an epoch in which the training is resumed: always, or only if workers of the data loader have "
-        "changed by reading, as far as that is seen; say so if samples depend on nothing but their index and random "
-        "numbers (default: always)",
     )
     here.add_argument("--nnodes", type=_nodes, default="1", metavar="N|MIN:MAX", help="nodes (default: 1)")
     here.add_argument(
@@ -695,7 +695,6 @@ def _batch_script(options: argparse.Namespace, scheduler: Scheduler) -> tuple[Pa
 _ONE_NODE = {
     **{"nnodes": "1", "node_rank": None, "spare": False, "rdzv_endpoint": None, "retries_in_new_job": False},
     **{"elastic": False, "when_lost": None, "min_ranks": None, "global_batch": None, "replace_stragglers": False},
-    **{"read_again": None},
 }
 # The batch script or the command holds these.
 _NOT_FORWARDED = ("run_dir", "grace_period", "module", "fresh")
