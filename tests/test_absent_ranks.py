@@ -22,6 +22,7 @@ from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, Tensor
 from lightning_resilience._lightning import lightning_metrics
 from lightning_resilience._lightning.lightning_micro_batches import Division, TrainingData
 from lightning_resilience._lightning.lightning_patches import Patches
+from lightning_resilience.checkpoint import checkpoint_file
 from lightning_resilience.run.settings import (
     GLOBAL_BATCH_VARIABLE,
     IF_CHANGED,
@@ -332,6 +333,41 @@ def test_data_of_absent_ranks_need_not_be_read_again(tmp_path: Path, ranks: tupl
     environment = {READ_AGAIN_VARIABLE: IF_CHANGED}
     output = assert_the_same_run(tmp_path, *ranks, environment=environment, workers=2, seeded_apart=True)
     assert "Fetching the first" not in output
+
+
+@pytest.mark.slow
+def test_a_save_in_a_validation_holds_what_workers_of_absent_ranks_held(tmp_path: Path) -> None:
+    ends = []
+    for again in ("always", IF_CHANGED):
+        (tmp_path / again).mkdir()
+        trainer = {"max_epochs": 2, "val_check_interval": 6}
+        options = {"validation": True, "workers": 2, "seeded_apart": True, "trainer": trainer}
+        config = make(tmp_path / again, "disturbed", **options)
+        stop = {"at": "validation", "step": 18, "rank": 0, "do": "SIGTERM"}
+        for part, (count, events) in enumerate(((2, [kill(config, 8)]), (1, [stop]), (2, []))):
+            here = {**with_ranks(config, count), "log": f"{config['log']}-{part}", "events": events}
+            _, output = run(here, tmp_path / again / "disturbed", environment={READ_AGAIN_VARIABLE: again})
+        assert ("Fetching the first" in output) == (again == "always"), output
+        ends.append(state_at_the_end(config))
+    torch.testing.assert_close(*ends, rtol=0, atol=0)
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_an_earlier_version_knows_less(tmp_path: Path) -> None:
+    config = make(tmp_path, "disturbed", workers=1, trainer={"max_epochs": 2})
+    for count, step in ((2, 8), (1, 16)):
+        run({**with_ranks(config, count), "events": [kill(config, step)]}, tmp_path / "disturbed")
+    path = max(Path(config["run_dir"]).glob("fit-000/checkpoints/*.ckpt"))
+    checkpoint, stamp = torch.load(path, weights_only=True), checkpoint_file.read_stamp(path)
+    assert stamp is not None
+    for own in checkpoint["lightning_resilience"]["ranks"]:
+        assert [*own["absent"]] == ["1"]
+        for each in (own, *own["absent"].values()):
+            del each["worker_states"], each["left_out"]
+    checkpoint_file.save(checkpoint, path, stamp.metadata)
+    codes, output = run(with_ranks(config, 1), tmp_path / "disturbed")
+    assert codes == [0], output
+    assert "Resuming from step 15" in output
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import copy
 import gc
 import itertools
 import random
@@ -164,6 +165,10 @@ TRACES: dict[str, Callable[[Any, int], Any]] = {
 }
 
 
+def nothing() -> None:
+    """When a sampler has given its first batches."""
+
+
 def guard(loaders: list[Any]) -> None:
     """As a fit does it."""
     for loader in loaders:
@@ -260,7 +265,7 @@ def test_a_worker_may_be_spawned() -> None:
     states = workers.states([loader], 12)
     assert states is not None
     assert states.any()
-    workers.begin_at([loader], 12, states)
+    workers.begin_at([loader], 12, states, nothing)
     torch.manual_seed(1)
     assert [torch.equal(*each) for each in zip(read(loader, 20), wanted[12:], strict=True)] == [True] * 8
 
@@ -323,7 +328,7 @@ def test_a_loader_is_not_kept_alive_and_may_collate_itself() -> None:
     read(loader)
     states = workers.states([loader], 12)
     assert states is not None
-    workers.begin_at([loader], 12, states)
+    workers.begin_at([loader], 12, states, nothing)
     read(loader)
     kept = weakref.ref(loader)
     del loader
@@ -385,7 +390,7 @@ def test_other_workers_begin_where_these_were(count: int, prefetch: int, tmp_pat
 
     def begun(batches: int = 0, states: Any = None) -> Any:
         workers.forget()
-        workers.begin_at([loader], batches, states)
+        workers.begin_at([loader], batches, states, nothing)
         torch.manual_seed(7)
         log.write_text("")
         inner: Any = iter(loader)
@@ -443,11 +448,10 @@ def test_other_workers_begin_at_a_place_only_if_they_are_as_good() -> None:
     workers.watch([numbered, unordered, persistent])
 
     def begins_at(loaders: list[Any], batches: int, given: torch.Tensor | None) -> bool:
-        workers.begin_at(loaders, batches, given)
-        begins = any("_get_iterator" in vars(each) for each in loaders)
+        workers.begin_at(loaders, batches, given, nothing)
+        iterators = [iter(each) for each in loaders]
         workers.forget()
-        assert not any("_get_iterator" in vars(each) for each in loaders)
-        return begins
+        return any(each._num_yielded == batches for each in iterators) and batches > 0
 
     assert begins_at([loader], 12, states)
     assert begins_at([loader], 20, states)
@@ -461,7 +465,10 @@ def test_other_workers_begin_at_a_place_only_if_they_are_as_good() -> None:
     assert not begins_at([loader, numbered], 12, states)
     for each in (numbered, unordered, persistent):
         assert not begins_at([each], 12, states)
-    workers.begin_at([loader], 12, states)
+    workers.begin_at([loader], 12, states, nothing)
+    workers.forget()
+    assert len(read(loader, 30)) == 20, "another start has no such place"
+    workers.begin_at([loader], 12, states, nothing)
     workers.leave()
     assert len(read(loader, 30)) == 20, "the fit has failed before its data began"
 
@@ -484,8 +491,66 @@ def test_a_sampler_that_is_shorter_than_it_says() -> None:
             return iter(range(6))
 
     loader = DataLoader(Numbers(), 2, num_workers=1, sampler=Short(range(60)))
-    assert lightning_data.begin_at(loader, 12)
-    assert [*loader] == []
+    assert [*lightning_data.iterator_at(loader, 12, nothing)] == []
+
+
+def test_only_the_iterator_of_the_fit_is_watched() -> None:
+    """Not that of a validation with the same loader, nor a look at the data."""
+    workers, loader = DataWorkers(guard), DataLoader(Drawing(), 2, num_workers=2)
+    torch.manual_seed(3)
+    wanted = [batch.tolist() for batch in read(loader)]
+    workers.watch([loader])
+    torch.manual_seed(2)
+    inner = iter(loader)
+    for _ in range(12):
+        next(inner)
+    states = workers.states([loader], 12)
+    assert states is not None
+    torch.manual_seed(3)
+    assert [batch.tolist() for batch in read(loader)] == wanted
+    again = workers.states([loader], 12)
+    assert again is not None
+    assert torch.equal(again, states)
+
+
+@pytest.mark.parametrize("batches", [3, 12])
+def test_a_sampler_may_draw_while_it_gives(batches: int) -> None:
+    """First as the epoch begins, and then as the training goes on."""
+
+    class Lazy(SequentialSampler):
+        def __iter__(self) -> Any:
+            return (random.randrange(60) for _ in range(60))
+
+    workers, loader = DataWorkers(guard), DataLoader(Numbers(), 2, num_workers=2, sampler=Lazy(range(60)))
+    workers.watch([loader])
+
+    def begun(at: int = 0) -> Any:
+        random.seed(1)
+        if at:
+            workers.begin_at([loader], at, workers.no_states([loader]), lambda: random.seed(2))
+            return iter(loader)
+        inner = iter(loader)
+        random.seed(2)
+        return inner
+
+    wanted = [batch[0].tolist() for batch in begun()]
+    workers.forget()
+    inner = begun(batches)
+    assert [batch[0].tolist() for batch in inner] == wanted[batches:]
+
+
+def test_attributes_of_a_collation_are_there() -> None:
+    class Padding:
+        pad = 7
+
+        def __call__(self, samples: Any) -> Any:
+            return default_collate(samples)
+
+    workers, loader = DataWorkers(guard), DataLoader(Numbers(), 2, num_workers=1, collate_fn=Padding())
+    workers.watch([loader])
+    assert loader.collate_fn.pad == 7
+    assert copy.copy(loader.collate_fn).pad == 7
+    assert not hasattr(loader.collate_fn, "length")
 
 
 def test_only_the_place_of_one_loader_is_found() -> None:

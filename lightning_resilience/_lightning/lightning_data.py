@@ -199,55 +199,66 @@ def skip(combined: Any, batches: int) -> bool:
         return False
     (loader,), outer = combined.flattened, combined._iterator
     inner: Any = outer.iterators[0]
-    if not isinstance(inner, _BegunLater) or inner._num_yielded != batches:
+    if not isinstance(inner, _BegunLater) or not inner._num_yielded:
         if not data_position.can_skip(loader) or batches > len(loader):
             return False  # to read again says what is wrong
         for _ in range(batches):
             inner._next_index()
         inner._num_yielded += batches
+    assert inner._num_yielded == batches
     outer._idx += batches
     return True
 
 
-def begin_at(loader: Any, batches: int) -> bool:
-    """Has the next iterator of a loader with workers begin behind so many batches, of which none is read.
+def length_of(loader: Any) -> int | None:
+    """How many batches a data loader has, if it says so."""
+    return sized_len(loader)
+
+
+def makes_torchs_iterators(loader: Any) -> bool:
+    """Whether a ``DataLoader`` makes its iterators as torch does, in whose order batches come."""
+    is_torchs = all(getattr(type(loader), name) is getattr(DataLoader, name) for name in ("__iter__", "_get_iterator"))
+    return is_torchs and getattr(loader, "in_order", True)
+
+
+def make_next_iterator(loader: Any, make: Callable[[], Any] | None) -> None:
+    """Has the next iterator of torch's own loader be made by a function, once; ``None``: as always."""
+    vars(loader).pop("_get_iterator", None)
+    if make is not None:
+        loader._get_iterator = functools.partial(_make_once, loader, make)
+
+
+def _make_once(loader: Any, make: Callable[[], Any]) -> Any:
+    del loader._get_iterator
+    return make()
+
+
+def iterator_at(loader: Any, batches: int, primed: Callable[[], None]) -> Any:
+    """An iterator of a loader with workers that begins behind so many batches, of which none is read.
 
     Each batch that follows has the number and the worker that it would have.
 
     Args:
         loader: A ``DataLoader``.
-        batches: How many; 0: it begins as always.
-
-    Returns:
-        Whether it does.
+        batches: How many, at most all.
+        primed: Called when the sampler has given as many batches as it does before the first one is fetched: it may
+            draw random numbers for each.
     """
-    vars(loader).pop("_get_iterator", None)
-    is_torchs = all(getattr(type(loader), name) is getattr(DataLoader, name) for name in ("__iter__", "_get_iterator"))
-    if not batches or not is_torchs or not getattr(loader, "in_order", True):
-        return False
-    if batches > (sized_len(loader) or 0):
-        return False  # to read again says what is wrong
-
-    def once() -> Any:
-        del loader._get_iterator
-        return _BegunLater(loader, batches)
-
-    loader._get_iterator = once
-    return True
+    return _BegunLater(loader, batches, primed)
 
 
 class _BegunLater(_MultiProcessingDataLoaderIter):
-    """torch's iterator of a loader with workers, from a batch in the midst on.
-
-    Args:
-        loader: The loader.
-        batches: How many batches are left out.
-    """
-
-    def __init__(self, loader: Any, batches: int) -> None:
-        self._left_out = batches
+    def __init__(self, loader: Any, batches: int, primed: Callable[[], None]) -> None:
+        self._left_out, self._primed, self._given = batches, primed, 0
         super().__init__(loader)
-        self._num_yielded = batches
+        self._num_yielded, self._primed = batches, lambda: None
+
+    @override
+    def _next_index(self) -> Any:
+        if self._given == self._prefetch_factor * self._num_workers:
+            self._primed()
+        self._given += 1
+        return super()._next_index()  # type: ignore[no-untyped-call]
 
     @override
     def _try_put_index(self) -> None:
@@ -255,7 +266,7 @@ class _BegunLater(_MultiProcessingDataLoaderIter):
             self._left_out = 0
             with suppress(StopIteration):  # its sampler has become shorter than it says
                 for _ in range(batches):
-                    self._next_index()  # type: ignore[no-untyped-call]
+                    self._next_index()
             for _ in range(batches % self._num_workers):
                 next(self._worker_queue_idx_cycle)
             self._send_idx = self._rcvd_idx = batches

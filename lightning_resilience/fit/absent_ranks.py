@@ -147,7 +147,7 @@ class AbsentRanks:
             states: Of ranks, as :meth:`.ExactState.own_state` gives them.
         """
         self.stand_in({rank: states[rank] for rank in self.ranks})
-        self._is_resuming, self._loaders, self._batches_before = True, [], None
+        self._is_resuming, self._batches_before = True, None
 
     def begin(self) -> None:
         """The training data are set up."""
@@ -173,26 +173,37 @@ class AbsentRanks:
         nothing = {"metrics": metrics, "inherited": True, "absent": {}}
         if self.shrinks:  # their random numbers will be those of this process, which has made as many steps
             return {str(rank): {**mine, **nothing, "kept": state["kept"]} for rank, state in self.states.items()}
-        in_epoch = ("epoch", "first_batch", "workers") if mine["epoch"] is not None else ()
+        in_epoch = ("epoch", "first_batch", "worker_states") if mine["epoch"] is not None else ()
         theirs = {"now", *in_epoch, "kept", "metrics", "absent"}
         same = {key: value for key, value in mine.items() if key not in theirs}
-        return {str(rank): {**state, **same, **nothing} for rank, state in self.states.items()}
+        return {str(rank): {**state, **same, **nothing} for rank, state in self.known.items()}
+
+    @property
+    def known(self) -> dict[int, dict[str, Any]]:
+        """The :attr:`states`, and those of their data workers."""
+        if self.shrinks:  # they have none
+            return {rank: {**state, "worker_states": None} for rank, state in self.states.items()}
+        if not self._loaders:  # others have known it
+            return self.states
+        of_workers = [self._workers.states(loader.flattened, self._fetched) for loader in self._loaders]
+        return {
+            rank: {**state, "worker_states": found}
+            for (rank, state), found in zip(self.states.items(), of_workers, strict=True)
+        }
 
     def stand_in(self, states: Mapping[int, dict[str, Any]]) -> None:
         """From now on :meth:`own_states` gives these states, of ranks whose places this process or another one takes.
 
         Args:
-            states: Of each ``"now"``, ``"epoch"``, ``"first_batch"``, ``"workers"`` and ``"kept"``.
+            states: Of each ``"now"``, ``"epoch"``, ``"first_batch"``, ``"worker_states"`` and ``"kept"``.
         """
-        self.states = {rank: dict(state) for rank, state in states.items()}
+        self.states, self._loaders = {rank: dict(state) for rank, state in states.items()}, []
 
     # -- data ----------------------------------------------------------------------------------------------------------
 
     def at_boundary(self) -> None:
         """A training boundary: in the first of an epoch, and of a resume, the loaders of the absent ranks begin."""
         self._follow(lightning_data.batches_fetched_in_all(self._trainer))
-        for state, loader in zip(self.states.values(), self._loaders, strict=False):  # none where they are left out
-            state["workers"] = self._workers.states(loader.flattened, self._fetched)
 
     def _follow(self, done: int) -> None:
         iterator = lightning_data.iterator(self._trainer)
@@ -237,11 +248,11 @@ class AbsentRanks:
                 now = state["now"]
                 with self._random_state_of(rank):
                     self._set_random_state(state["epoch"])
-                    is_same_place = state["fetched"] == done  # else batches have another size
-                    self._workers.begin_at(loader.flattened, done, state["workers"] if is_same_place else None)
+                    primed = partial(self._set_random_state, state["first_batch"] or now)
+                    if state["fetched"] == done:  # else batches have another size
+                        self._workers.begin_at(loader.flattened, done, state["worker_states"], primed)
                     iter(loader)
-                    if state["first_batch"] is not None:
-                        self._set_random_state(state["first_batch"])
+                    primed()
                     self._fetch_again(loader, done)
                     self._set_random_state(now)
             else:

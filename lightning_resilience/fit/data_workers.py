@@ -8,7 +8,8 @@ these states are as good as those that have read everything up to there.
 What they see is what Python shows; see :mod:`.reading_traces`. So it is for the user to say that samples depend on
 nothing but their index and random numbers, and the look is there to notice when that is not so.
 
-What the first read changes is no trace: datasets open their files when they first need them, in each worker.
+What the first read changes is no trace: datasets open their files when they first need them, in each worker. Beside
+what each read draws it must draw no random numbers: new workers would draw them, too.
 """
 
 from __future__ import annotations
@@ -48,10 +49,11 @@ class DataWorkers:
 
     def __init__(self, guard: Callable[[list[Any]], None], is_asked: bool = True) -> None:
         self._guard, self._is_asked = guard, is_asked
-        self._watched: weakref.WeakSet[Any] = weakref.WeakSet()  # an epoch may create new loaders
+        # Weak: an epoch may create new loaders. Of each what the workers of its latest iterator leave.
+        self._watched: weakref.WeakKeyDictionary[Any, _Memory | None] = weakref.WeakKeyDictionary()
 
     def watch(self, loaders: list[Any]) -> None:
-        """Guards the workers of these loaders, and has them look from their next iterators on.
+        """Guards the workers of these loaders, and has those of their next iterators look.
 
         Args:
             loaders: What cannot be watched is left out. Some may be watched already.
@@ -61,34 +63,56 @@ class DataWorkers:
             if not _can_be_watched(loader) or loader in self._watched:
                 continue
             guard = loader.worker_init_fn
-            watch = loader.collate_fn = _Watch(loader.collate_fn, guard.inner, loader)
+            watch = loader.collate_fn = _Watch(loader.collate_fn, guard.inner)
             guard.inner = watch.begin
-            self._watched.add(loader)
+            self._expect(loader)
 
     def forget(self) -> None:
-        """Other workers begin, with the epoch."""
-        for loader in self._watched:
-            lightning_data.begin_at(loader, 0)
-            if isinstance(watch := loader.collate_fn, _Watch):
-                watch.expect(0)
+        """The next iterators begin, with the epoch."""
+        for loader in [*self._watched]:
+            self._expect(loader)
 
-    def begin_at(self, loaders: list[Any], batches: int, states: torch.Tensor | None) -> None:
+    def begin_at(
+        self, loaders: list[Any], batches: int, states: torch.Tensor | None, primed: Callable[[], None]
+    ) -> None:
         """Has the workers of the next iterator begin behind so many batches, if they can; else they read again.
 
         Args:
             loaders: Those of one rank.
             batches: How many.
             states: What :meth:`states` has given at that place.
+            primed: Called when the sampler has given as many batches as it does before the first one is fetched.
         """
-        watch = _watch_of(loaders)
-        if watch is None or states is None or not batches:
+        like = self.no_states(loaders)
+        if states is None or not len(like) or not 0 < batches <= (lightning_data.length_of(loaders[0]) or 0):
             return
-        if states.shape != watch.no_states().shape:
+        if states.shape != like.shape:
             if states.any():
                 return  # there are other workers, which would have drawn other numbers
-            states = watch.no_states()
-        if lightning_data.begin_at(loaders[0], batches):
-            watch.expect(batches, states)
+            states = like
+        self._expect(loaders[0], batches, states, primed)
+
+    def _expect(
+        self,
+        loader: Any,
+        batches: int = 0,
+        states: torch.Tensor | None = None,
+        primed: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Has the next iterator begin there. Later ones, of a validation or a look at the data, are not watched."""
+
+        def make() -> Any:
+            watch = loader.collate_fn
+            if not isinstance(watch, _Watch):  # it was set since
+                return lightning_data.iterator_at(loader, 0, primed)
+            watch.memory = memory = _Memory(loader.num_workers, loader.prefetch_factor, batches, states)
+            try:
+                return lightning_data.iterator_at(loader, batches, primed)
+            finally:
+                watch.memory, self._watched[loader] = None, memory
+
+        self._watched[loader] = None
+        lightning_data.make_next_iterator(loader, make)
 
     def states(self, loaders: Collection[Any], batches: int) -> torch.Tensor | None:
         """What new workers need so that they are as good as those that have read in this epoch.
@@ -101,18 +125,20 @@ class DataWorkers:
             Bytes of shape ``(workers, ...)``, zeros for those that have drawn no random number; ``None`` if it is not
             known, or would not do.
         """
-        watch = _watch_of(loaders)
-        return None if watch is None else watch.states(batches)
+        (loader,) = loaders if len(loaders) == 1 else (None,)
+        memory = self._watched.get(loader) if isinstance(loader, DataLoader) else None
+        return None if memory is None else memory.states(batches)
 
     def no_states(self, loaders: Collection[Any]) -> torch.Tensor:
-        """The same where none has drawn a number; empty where it is never known."""
-        watch = _watch_of(loaders)
-        return torch.zeros(0, _STATE_SIZE, dtype=torch.uint8) if watch is None else watch.no_states()
+        """The same where none has drawn a number; of no workers if they are not watched."""
+        (loader,) = loaders if len(loaders) == 1 else (None,)
+        workers = loader.num_workers if isinstance(loader, DataLoader) and loader in self._watched else 0
+        return torch.zeros(workers, _STATE_SIZE, dtype=torch.uint8)
 
     def leave(self) -> None:
-        """Has loaders collate as they did; with what guards their workers the rest goes."""
+        """Has loaders be as they were; with what guards their workers the rest goes."""
         for loader in self._watched:
-            lightning_data.begin_at(loader, 0)
+            lightning_data.make_next_iterator(loader, None)
             if isinstance(watch := loader.collate_fn, _Watch):
                 loader.collate_fn = watch.collate
         self._watched.clear()
@@ -131,45 +157,26 @@ def _can_be_watched(loader: Any) -> bool:
         and not isinstance(loader.dataset, IterableDataset)
         and not loader.persistent_workers
         and not hasattr(loader, "load_state_dict")
+        and lightning_data.makes_torchs_iterators(loader)
     )
 
 
-def _watch_of(loaders: Collection[Any]) -> _Watch | None:
-    """What watches the workers of the only loader."""
-    (loader,) = loaders if len(loaders) == 1 else (None,)
-    return loader.collate_fn if isinstance(loader, DataLoader) and isinstance(loader.collate_fn, _Watch) else None
+class _Memory:
+    """What the workers of one iterator leave.
 
-
-class _Watch:
-    """In the place of a loader's ``collate_fn``, which a worker calls with each batch.
-
-    Worker ``w`` of ``n`` reads the batches ``w``, ``w + n``, ... It is ahead of the training by ``prefetch_factor`` of
-    them, so that the states behind one more than these are kept.
+    Worker ``w`` of ``n`` reads the batches ``w``, ``w + n``, ... It is at most ``prefetch_factor`` of them ahead of
+    those that were fetched, and one more may be fetched than trained on.
 
     Args:
-        collate: The loader's own.
-        init: Its own ``worker_init_fn``.
-        loader: It.
+        workers: How many.
+        prefetch_factor: The loader's.
+        batches: How many batches come before.
+        states: See :meth:`DataWorkers.states`.
     """
 
-    def __init__(self, collate: Callable[[Any], Any], init: Callable[[int], None] | None, loader: Any) -> None:
-        self.collate, self.init = collate, init
-        self._count, self._kept = loader.num_workers, loader.prefetch_factor + 2
-        self._worker: int | None = None
-        self._done = 0
-        self._begun = b""
-        self._outline: list[Any] | None = None
-        self.expect(0)
-
-    def expect(self, batches: int, states: torch.Tensor | None = None) -> None:
-        """Other workers begin, in memory of their own: those before may still be writing.
-
-        Args:
-            batches: How many were fetched before.
-            states: See :meth:`states`.
-        """
-        self._batches = batches
-        memory: Any = torch.zeros(self._count * self._record.itemsize, dtype=torch.uint8)
+    def __init__(self, workers: int, prefetch_factor: int, batches: int, states: torch.Tensor | None) -> None:
+        self._workers, self._kept, self._before = workers, prefetch_factor + 2, batches
+        memory: Any = torch.zeros(workers * self._record.itemsize, dtype=torch.uint8)
         self._memory = memory.share_memory_()
         at = self._at(batches)
         self._records["done"][at] = self._done_by(batches)
@@ -188,11 +195,11 @@ class _Watch:
 
     def _done_by(self, batches: int) -> Any:
         """How many of so many batches each worker has read."""
-        return (batches - np.arange(self._count) + self._count - 1) // self._count
+        return (batches - np.arange(self._workers) + self._workers - 1) // self._workers
 
     def _at(self, batches: int) -> Any:
         """Where the states behind so many batches are."""
-        return np.arange(self._count), self._done_by(batches) % self._kept
+        return np.arange(self._workers), self._done_by(batches) % self._kept
 
     def states(self, batches: int) -> torch.Tensor | None:
         """See :meth:`DataWorkers.states`."""
@@ -200,28 +207,69 @@ class _Watch:
         is_known = (records["seen"] == _UNCHANGED).all() and (records["done"][at] == self._done_by(batches)).all()
         return torch.from_numpy(records["states"][at]) if is_known else None
 
-    def no_states(self) -> torch.Tensor:
-        """See :meth:`DataWorkers.no_states`."""
-        return torch.zeros(self._count, _STATE_SIZE, dtype=torch.uint8)
+    def begun(self, worker: int) -> tuple[int, bytes]:
+        """Behind how many of its batches a worker begins, and in which state; empty if it has that already."""
+        done = int(self._done_by(self._before)[worker])
+        state = self._records["states"][worker, done % self._kept]
+        return done, state.tobytes() if state.any() else b""
+
+    def put(self, worker: int, done: int, state: bytes, has_looked_twice: bool) -> None:
+        """A worker that has not changed has read one more."""
+        records, at = self._records, (worker, done % self._kept)
+        records["states"][at] = np.frombuffer(state, np.uint8) if state else 0
+        records["done"][at] = done
+        if has_looked_twice:
+            records["seen"][worker] = _UNCHANGED
+
+    def give_up(self, worker: int) -> None:
+        """A worker has changed."""
+        self._records["seen"][worker] = _CHANGED
+
+
+class _Watch:
+    """In the place of a loader's ``collate_fn``, which a worker calls with each batch.
+
+    Args:
+        collate: The loader's own.
+        init: Its own ``worker_init_fn``.
+
+    Attributes:
+        memory: Of the iterator that is being made, for its workers; ``None``: they need not look.
+    """
+
+    def __init__(self, collate: Callable[[Any], Any], init: Callable[[int], None] | None) -> None:
+        self.collate, self.init = collate, init
+        self.memory: _Memory | None = None
+        self._worker: int | None = None
+        self._done = 0
+        self._begun = b""
+        self._outline: list[Any] | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        """An attribute of the loader's own function."""
+        if name == "collate" or name.startswith("__"):  # of a copy that is being made
+            raise AttributeError(name)
+        return getattr(self.collate, name)
 
     def begin(self, worker: int) -> None:
         """In the place of its ``worker_init_fn``: called in the worker, before it reads."""
         if self.init is not None:
             self.init(worker)
-        self._worker, self._outline = worker, None
-        self._begun, self._done = _packed(get_random_state(_CPU)), int(self._done_by(self._batches)[worker])
-        state = self._records["states"][worker, self._done % self._kept]
-        if state.any():
-            set_random_state(_unpacked(state.tobytes()), _CPU)
+        if self.memory is None:
+            return
+        self._worker, self._begun = worker, _packed(get_random_state(_CPU))
+        self._done, state = self.memory.begun(worker)
+        if state:
+            set_random_state(_unpacked(state), _CPU)
 
     def __call__(self, samples: Any) -> Any:
         """The loader's ``collate_fn``."""
         batch = self.collate(samples)
-        if self._worker is not None:
-            self._look(self._worker)
+        if self.memory is not None and self._worker is not None:
+            self._look(self.memory, self._worker)
         return batch
 
-    def _look(self, worker: int) -> None:
+    def _look(self, memory: _Memory, worker: int) -> None:
         info: Any = get_worker_info()
         try:
             now = outline(info.dataset, self.collate)
@@ -229,17 +277,13 @@ class _Watch:
             log.debug("A dataset cannot be looked at", exc_info=True)
             now = None
         is_first, self._outline = self._outline is None, self._outline or now
-        state, records = _packed(get_random_state(_CPU)), self._records
+        state = _packed(get_random_state(_CPU))
         if now is None or now != self._outline or not state:
-            records["seen"][worker] = _CHANGED
-            self._worker = self._outline = None  # which keeps alive what it was made of
+            memory.give_up(worker)
+            self.memory = self._outline = None  # which keeps alive what it was made of
             return
         self._done += 1
-        at = worker, self._done % self._kept
-        records["states"][at] = np.frombuffer(state, np.uint8) if state != self._begun else 0
-        records["done"][at] = self._done
-        if not is_first:
-            records["seen"][worker] = _UNCHANGED
+        memory.put(worker, self._done, state if state != self._begun else b"", not is_first)
 
 
 def _packed(state: RandomState) -> bytes:

@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Callable, Mapping
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +86,7 @@ class ExactState:
         self._before_fetch: data_position.RandomState | None = None
         self._epoch_begun: tuple[Any, Any] = (None, None)
         self._kept_of_lost: dict[str, Any] | None = None
-        self._workers_of_lost: torch.Tensor | None = None
+        self._worker_states_of_lost: torch.Tensor | None = None
         self._data: TrainingData | None = None
         self._absent: AbsentRanks | None = None
         self._left_out = 0
@@ -107,7 +108,7 @@ class ExactState:
         first_batch: data_position.RandomState | None,
         extra_state: dict[str, Any],
         absent: Mapping[int, dict[str, Any]],
-        workers: torch.Tensor | None,
+        worker_states: torch.Tensor | None,
     ) -> None:
         """From now on :meth:`own_state` is that of a lost rank, in whose place random states and metrics were put.
 
@@ -116,24 +117,24 @@ class ExactState:
             first_batch: The same at the first batch.
             extra_state: Its extra state, by name.
             absent: What only the ranks whose places it took would know; see :attr:`absent_states`.
-            workers: Its :attr:`worker_states`.
+            worker_states: The same of its data workers.
         """
         self._epoch_random_state, self._first_batch_random_state = epoch, first_batch
-        self._kept_of_lost, self._workers_of_lost = extra_state, workers
+        self._kept_of_lost, self._worker_states_of_lost = extra_state, worker_states
         self.put_back_absent(absent)
 
     @property
     def worker_states(self) -> torch.Tensor | None:
         """What new workers need to go on from here; see :meth:`.DataWorkers.states`."""
         if self._kept_of_lost is not None:
-            return self._workers_of_lost
+            return self._worker_states_of_lost
         trainer = self.fit.trainer
         return self.workers.states(lightning_data.train_loaders(trainer), lightning_data.batches_fetched(trainer))
 
     @property
     def absent_states(self) -> dict[int, dict[str, Any]]:
         """What only the absent ranks would know whose places this process takes, by their numbers."""
-        return {} if self._absent is None else self._absent.states
+        return {} if self._absent is None else self._absent.known
 
     def put_back_absent(self, states: Mapping[int, dict[str, Any]]) -> None:
         """From now on :attr:`absent_states` are these."""
@@ -212,7 +213,7 @@ class ExactState:
             "in_flight": None if final else self._before_fetch,
             "kept": self._kept(),
             "loader_states": None if final else lightning_data.loader_states(self.fit.trainer),
-            "workers": None if final else self.worker_states,
+            "worker_states": None if final else self.worker_states,
             "metrics": now["metrics"],
             "reload_epochs": lightning_data.reload_epochs(self.fit.trainer),
             "searched": lightning_callbacks.found_by_searches(self.fit.trainer),
@@ -260,7 +261,8 @@ class ExactState:
             states, saved_by = dict(enumerate(state["ranks"])), len(state["ranks"])
         states = {rank: _with_defaults(each) for rank, each in states.items()}
         before = next(iter(states.values())).get("world_size", saved_by)
-        states |= {int(rank): each for present in states.values() for rank, each in present["absent"].items()}
+        absent = ((rank, each) for present in states.values() for rank, each in present["absent"].items())
+        states |= {int(rank): _with_defaults(each) for rank, each in absent}
         own = states.get(self.fit.rank) or self._of_newcomer(next(iter(states.values())))
         epoch = checkpoint["loops"]["fit_loop"]["epoch_progress"]["current"]["processed"]
         self._left_out = own["left_out"]
@@ -314,7 +316,7 @@ class ExactState:
         if (now <= 1 and can_have_own) or before < world:
             places, share = world, now
         if places != before:
-            own = {**own, "workers": same_for_all(own["workers"])}  # they read other samples
+            own = {**own, "worker_states": same_for_all(own["worker_states"])}  # they read other samples
         reason = None if before == world else absent_ranks.why_not(trainer, places)
         if before == 1 and epoch is not None and orders is None:
             reason = "an earlier version has saved it"
@@ -397,7 +399,9 @@ class ExactState:
         if self.resumed is not None and mine is not None and mine["loader_states"] is None:
             is_same_size = self.resumed["batch_sizes"] == data_position.batch_sizes(loaders)
             if is_same_size and not lightning_data.fetches_itself(self.fit.module):
-                self.workers.begin_at(loaders, mine["fetched"], mine["workers"])
+                first_batch = mine["first_batch"] or mine["now"]
+                primed = partial(self.set_random_state, first_batch)
+                self.workers.begin_at(loaders, mine["fetched"], mine["worker_states"], primed)
 
     def note_epoch(self) -> None:
         """Called before the iterator of an epoch is made."""
@@ -589,7 +593,7 @@ def _with_defaults(own: dict[str, Any]) -> dict[str, Any]:
         "absent": {},
         "batch_share": "1",
         "left_out": 0,
-        "workers": None,
+        "worker_states": None,
     }
     return {**defaults, **own, "metrics": metrics}
 

@@ -132,8 +132,8 @@ class _OwnValues:
     def __init__(self, session: FitSession) -> None:
         trainer, module = session.fit.trainer, session.fit.module
         self.names = lightning_boundary.names_of_metrics(trainer)
-        self._no_workers = session.exact.workers.no_states(lightning_data.train_loaders(trainer))
-        self.size_of_absent = 8 + self._no_workers.nbytes
+        self._no_states = session.exact.workers.no_states(lightning_data.train_loaders(trainer))
+        self.size_of_absent = 8 + self._no_states.nbytes
         self._numbers: list[tuple[lightning_boundary.Place, type]] = []
         self._scalars: list[tuple[lightning_boundary.Place, torch.Tensor]] = []
         self._places: list[lightning_boundary.Place] = []
@@ -159,10 +159,10 @@ class _OwnValues:
                 kinds.append((name, self._add(name, place, is_buffer=True)))
         if room < 0 or len(self._tensors) + len(self._scalars) > 2 * _MOST_COPIED:
             raise _Unknown("there are too many metrics")
-        kinds.append(("workers", str(len(self._no_workers))))
+        kinds.append(("workers", str(len(self._no_states))))
         self.layout = xxhash.xxh3_64_intdigest(repr(kinds).encode())
         self._of_logs = len(LogPosition(0, 0)) * len(lightning_loggers.file_loggers(trainer))
-        of_tensors = sum(each.nbytes + 8 for each in [*self._tensors, self._no_workers])
+        of_tensors = sum(each.nbytes + 8 for each in [*self._tensors, self._no_states])
         self.size = 8 * (len(kinds) + 2 + self._of_logs) + of_tensors
 
     def _add(self, name: str, place: lightning_boundary.Place, is_buffer: bool) -> str:
@@ -186,13 +186,13 @@ class _OwnValues:
             raise ValueError("a tensor has gaps")
 
     def read(
-        self, begun: int, workers: torch.Tensor | None, logs: Sequence[LogPosition]
+        self, begun: int, worker_states: torch.Tensor | None, logs: Sequence[LogPosition]
     ) -> tuple[list[float], list[torch.Tensor]]:
         """The numbers and tensors of now, as an own part takes them.
 
         Args:
             begun: The position at which the epoch has begun.
-            workers: See :attr:`.ExactState.worker_states`.
+            worker_states: See :attr:`.ExactState.worker_states`.
             logs: How far the loggers have logged; empty if that is not known.
 
         Raises:
@@ -201,7 +201,7 @@ class _OwnValues:
         of_logs = list(itertools.chain(*logs))
         if len(of_logs) != self._of_logs:
             of_logs = [math.nan] * self._of_logs
-        numbers = [begun, workers is not None, *of_logs, *(d[key] for (d, key), _ in self._numbers)]
+        numbers = [begun, worker_states is not None, *of_logs, *(d[key] for (d, key), _ in self._numbers)]
         numbers += [d[key].item() for (d, key), _ in self._scalars]
         tensors = [d[key] for d, key in self._places]
         if not all(map(operator.is_, tensors, self._tensors)):
@@ -210,24 +210,24 @@ class _OwnValues:
                     raise ValueError("a tensor has another shape or type")
             self._check(tensors)
             self._tensors = tensors
-        return numbers, [*tensors, self._or_none(workers)]
+        return numbers, [*tensors, self._filled(worker_states)]
 
-    def _or_none(self, workers: torch.Tensor | None) -> torch.Tensor:
-        if workers is not None and len(workers) != len(self._no_workers):
+    def _filled(self, worker_states: torch.Tensor | None) -> torch.Tensor:
+        if worker_states is not None and worker_states.shape != self._no_states.shape:
             raise ValueError("there are other workers")
-        return self._no_workers if workers is None else workers
+        return self._no_states if worker_states is None else worker_states
 
-    def read_absent(self, workers: torch.Tensor | None) -> tuple[list[float], list[torch.Tensor]]:
+    def read_absent(self, worker_states: torch.Tensor | None) -> tuple[list[float], list[torch.Tensor]]:
         """The same of an absent rank, which has no metrics."""
-        return [workers is not None], [self._or_none(workers)]
+        return [worker_states is not None], [self._filled(worker_states)]
 
-    def workers_of_absent(self, part: OwnPart) -> torch.Tensor | None:
+    def worker_states_of_absent(self, part: OwnPart) -> torch.Tensor | None:
         """What the own part of an absent rank holds."""
-        (is_known,), (workers,) = part.values(1, [self._no_workers])
-        return workers if is_known else None
+        (is_known,), (worker_states,) = part.values(1, [self._no_states])
+        return worker_states if is_known else None
 
     def write(self, part: OwnPart) -> tuple[int, torch.Tensor | None, list[LogPosition]]:
-        """Puts what an own part holds in their place; returns ``begun``, ``workers`` and ``logs``.
+        """Puts what an own part holds in their place; returns ``begun``, ``worker_states`` and ``logs``.
 
         Raises:
             _Unknown: If it holds something else.
@@ -235,8 +235,8 @@ class _OwnValues:
         if part.layout != self.layout:
             raise _Unknown("ranks have different metrics")
         count = len(self._numbers)
-        (begun, is_known, *numbers), (*tensors, workers) = part.values(
-            2 + self._of_logs + count + len(self._scalars), [*self._tensors, self._no_workers]
+        (begun, is_known, *numbers), (*tensors, worker_states) = part.values(
+            2 + self._of_logs + count + len(self._scalars), [*self._tensors, self._no_states]
         )
         of_logs, numbers = iter(numbers[: self._of_logs]), numbers[self._of_logs :]
         for ((owner, key), kind), number in zip(self._numbers, numbers[:count], strict=True):
@@ -250,7 +250,7 @@ class _OwnValues:
             else:
                 owner[key] = tensor
         positions = list(map(LogPosition, of_logs, of_logs, of_logs))
-        return int(begun), workers if is_known else None, positions
+        return int(begun), worker_states if is_known else None, positions
 
 
 class LastBoundary(Participant):
@@ -356,13 +356,14 @@ class LastBoundary(Participant):
     def _put(self, position: int, logs: Sequence[LogPosition]) -> None:
         assert self._values is not None
         assert self._writer is not None
+        states_of_absent = self._session.exact.absent_states
         for rank, (writer, state) in self._of_absent.items():
-            absent = self._session.exact.absent_states[rank]
+            absent = states_of_absent[rank]
             state.set(absent["now"])
-            writer.put(position, 0, *self._values.read_absent(absent["workers"]))
+            writer.put(position, 0, *self._values.read_absent(absent["worker_states"]))
         known = logs if self._rows is not None else []
-        workers = self._session.exact.worker_states
-        self._writer.put(position, self._values.layout, *self._values.read(self._begun_at, workers, known))
+        worker_states = self._session.exact.worker_states
+        self._writer.put(position, self._values.layout, *self._values.read(self._begun_at, worker_states, known))
 
     def _arrange(self, position: int) -> None:
         """Looks which metrics and buffers there are."""
@@ -634,14 +635,14 @@ class LastBoundary(Participant):
             session.exact.logs.go_back(note.logs)
         for rank in ranks:
             part = self._part_of(rank, note.position)
-            begun_at, workers, logs = values.write(part)
+            begun_at, worker_states, logs = values.write(part)
             if rank == session.fit.rank:
                 session.exact.put_back_absent(note.absent)
             else:
                 kept = {LOGS: self._logs_of(rank, logs)} if rank == 0 and logs else {}
                 epoch = self._epoch_of(rank, begun_at)
                 absent = {int(each): {**of, **self._now_of(int(each), note)} for each, of in epoch["absent"].items()}
-                session.exact.stand_in(epoch["epoch"], epoch["first_batch"], kept, absent, workers)
+                session.exact.stand_in(epoch["epoch"], epoch["first_batch"], kept, absent, worker_states)
             part.restore_random_state()
             yield rank
 
@@ -650,7 +651,8 @@ class LastBoundary(Participant):
         assert self._values is not None
         part = self._part_of(absent, note.position)
         part.restore_random_state()
-        return {"now": self._session.exact.get_random_state(), "workers": self._values.workers_of_absent(part)}
+        states = self._values.worker_states_of_absent(part)
+        return {"now": self._session.exact.get_random_state(), "worker_states": states}
 
     def _part_of(self, rank: int, position: int) -> OwnPart:
         try:
