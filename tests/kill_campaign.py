@@ -34,6 +34,7 @@ import torch
 from lightning_resilience._processes import has_signal
 from lightning_resilience.detect.hangs.rank_probe import STACKS_SIGNAL
 from lightning_resilience.run.run_directory import RunDirectory
+from lightning_resilience.run.settings import READS_AGAIN
 from tests import harness, kill_points, test_logs
 from tests.harness import command, lines
 from tests.kill_points import ALL_POINTS, IN_A_RECOVERY, Aim
@@ -212,6 +213,7 @@ class Disturbed:
             mount = 'mount --bind "$0" /dev/shm && exec "$@"'
             launch = ["unshare", "--mount", "sh", "-c", mount, str(self._memory), *launch]
         launch += ["--in-job-restarts", "1000", "--max-failures-per-day", "10000", "--run-dir", config["run_dir"]]
+        launch += ["--read-again", chance.choice(READS_AGAIN)]
         launch += ["--nproc-per-node", str(self._world_size), *command(config)[1:]]
         root = str(Path(__file__).parents[1])
         environment = {
