@@ -1,9 +1,10 @@
 """What a step takes more under ``launch --elastic --when-lost go-on`` than with plain DDP, and whom it calls.
 
-Two ranks train under ``torchrun`` with plain Lightning, and under ``launch`` with all callbacks of the ``nemo`` recipe,
-in turns, with the same model and steps of three lengths, all of it computing. *CPU* is that of the whole process (its
-other threads and local saves included), *training thread* that of the thread which trains. Then one rank of each is
-watched by ``strace``, which counts what it sends over TCP.
+Two ranks train under ``torchrun`` with plain Lightning, and two under ``launch`` with all callbacks of the ``nemo``
+recipe, with the same model and steps of three lengths, all of it computing; at the same time, or they would differ by
+how fast the machine is just then. *CPU* is that of the whole process (its other threads and local saves included),
+*training thread* that of the thread which trains. Then one rank of each is watched by ``strace``, which counts what it
+sends over TCP.
 
     PYTHONPATH=. python benchmarks/healthy_step.py [--turns 5] [--seconds 20]
 """
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import operator
 import os
 import re
 import shutil
@@ -77,7 +79,7 @@ class Clock(L.Callback):
         series = zip(*self._seen[WARM_UP:], strict=True)
         process, thread = ([b - a for a, b in itertools.pairwise(each)] for each in series)
         # A save is part of what a process takes in the mean; of the thread's steps the median is the healthy one.
-        self._path.write_text(json.dumps([statistics.mean(process), statistics.median(thread), len(thread)]))
+        self._path.write_text(json.dumps([statistics.mean(process), statistics.median(thread)]))
 
 
 def train(out: str, ms: float, steps: int) -> None:
@@ -112,18 +114,22 @@ def start(arm: str, folder: Path, ms: float, steps: int) -> subprocess.Popen[byt
         )
 
 
-def measure(arm: str, ms: float, steps: int) -> list[tuple[float, float]]:
-    """CPU seconds of a step of each rank: of the process, and of the thread that trains."""
-    with tempfile.TemporaryDirectory() as folder:
-        code, noted = (
-            start(arm, Path(folder), ms, steps).wait(600),
-            [Path(folder, f"rank-{rank}") for rank in range(RANKS)],
-        )
+def measure(ms: float, steps: int) -> dict[str, list[list[float]]]:
+    """CPU seconds of a step of each rank of each arm: of the process, and of the thread that trains."""
+    with tempfile.TemporaryDirectory() as temporary:
+        folders = {arm: Path(temporary, arm) for arm in ARMS}
+        for folder in folders.values():
+            folder.mkdir()
+        processes = {arm: start(arm, folder, ms, steps) for arm, folder in folders.items()}
+        codes = {arm: process.wait(600) for arm, process in processes.items()}
+        noted = {arm: [folder / f"rank-{rank}" for rank in range(RANKS)] for arm, folder in folders.items()}
         # What is done by then counts: plain processes now and then abort when they tear gloo down.
-        if not all(each.exists() for each in noted):
-            raise RuntimeError(f"{arm} has ended with {code}:\n{Path(folder, 'output').read_text()[-3000:]}")
-        found = [json.loads(each.read_text()) for each in noted]
-    return [(process, thread) for process, thread, _ in found]
+        for arm, of_ranks in noted.items():
+            if not all(each.exists() for each in of_ranks):
+                raise RuntimeError(
+                    f"{arm} has ended with {codes[arm]}:\n{(folders[arm] / 'output').read_text()[-3000:]}"
+                )
+        return {arm: [json.loads(each.read_text()) for each in of_ranks] for arm, of_ranks in noted.items()}
 
 
 def messages(arm: str, ms: float, seconds: float) -> tuple[float, float, float]:
@@ -167,15 +173,17 @@ def main() -> None:
     print("| step | CPU, plain | CPU, go-on | ratio | training thread, plain | go-on | ratio |")
     print("|---|---|---|---|---|---|---|")
     for ms in () if options.only_messages else MS:
-        found: dict[str, list[tuple[float, float]]] = {arm: [] for arm in ARMS}
-        for turn in range(options.turns):
-            for arm in list(ARMS)[:: 1 if turn % 2 else -1]:
-                found[arm] += measure(arm, ms, WARM_UP + round(options.seconds * 1e3 / ms))
-                print(f"{arm}, {ms} ms: {found[arm][-1]}", file=sys.stderr, flush=True)
+        found: dict[str, list[list[float]]] = {arm: [] for arm in ARMS}
+        for _ in range(options.turns):
+            for arm, of_ranks in measure(ms, WARM_UP + round(options.seconds * 1e3 / ms)).items():
+                found[arm] += of_ranks
+                print(f"{arm}, {ms} ms: {of_ranks}", file=sys.stderr, flush=True)
         cells = []
         for kind in (0, 1):
-            plain, ours = (statistics.median(each[kind] for each in found[arm]) for arm in ("plain", "go-on"))
-            cells += [f"{plain * 1e3:.2f} ms", f"{ours * 1e3:.2f} ms", f"{ours / plain:.3f}"]
+            plain, ours = ([each[kind] for each in found[arm]] for arm in ("plain", "go-on"))
+            ratio = statistics.median(map(operator.truediv, ours, plain))
+            of_each = [f"{statistics.median(each) * 1e3:.2f} ms" for each in (plain, ours)]
+            cells += [*of_each, f"{ratio:.3f}"]
         print(f"| {ms} ms | {' | '.join(cells)} |", flush=True)
     if shutil.which("strace") is None:
         print("strace is not installed: no messages were counted", file=sys.stderr)

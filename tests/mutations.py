@@ -1199,6 +1199,13 @@ GUARDS = [
         "tests/test_absent_ranks.py::test_a_save_in_a_validation_holds_what_workers_of_absent_ranks_held",
     ),
     Guard(
+        "absent ranks: a validation draws a seed for them, too",
+        "fit/exact_state.py",
+        'self._absent.follow_evaluation(before["random"], self.get_random_state())',
+        "pass",
+        "tests/test_absent_ranks.py::test_with_what_else_there_is[validation within the epoch]",
+    ),
+    Guard(
         "the place in the data: as many workers as before, where they draw",
         "fit/data_workers.py",
         "            if states.any():\n                return",

@@ -37,6 +37,8 @@ log = logging.getLogger(__name__)
 RandomState = dict[str, Any]
 """The state of every global random generator of a process, in plain types (see :mod:`.safe_serialization`)."""
 
+MOST_SEEDS = 100
+"""As many data loaders may a validation have whose draws are followed."""
 PROGRESS_INTERVAL_S = 5.0
 """Seconds between two log lines on the progress of a replay."""
 
@@ -74,6 +76,36 @@ def set_random_state(state: RandomState, device: torch.device, generators: Itera
         generator.set_state(generator_state)
     if (accelerator := _accelerator(device)) is not None and "accelerator" in state:
         accelerator.set_rng_state(state["accelerator"])
+
+
+def seeds_drawn(before: torch.Tensor, after: torch.Tensor) -> int | None:
+    """How many seeds a generator has given between two of its states: an iterator of a data loader draws one.
+
+    Args:
+        before: As ``Generator.get_state`` gives it, on the CPU.
+        after: The same.
+
+    Returns:
+        ``None`` if it has given something else, or more than :data:`MOST_SEEDS`.
+    """
+    generator = torch.Generator().set_state(before)
+    for count in range(MOST_SEEDS + 1):
+        if torch.equal(generator.get_state(), after):
+            return count
+        _draw_seed(generator)
+    return None
+
+
+def after_seeds(state: torch.Tensor, count: int) -> torch.Tensor:
+    """The state of a generator that has given so many seeds."""
+    generator = torch.Generator().set_state(state)
+    for _ in range(count):
+        _draw_seed(generator)
+    return generator.get_state()
+
+
+def _draw_seed(generator: torch.Generator) -> None:
+    torch.empty((), dtype=torch.int64).random_(generator=generator)
 
 
 def loader_generators(loaders: Iterable[Any]) -> list[torch.Generator]:

@@ -15,6 +15,7 @@ left out, and counted. Nobody else trains on them, so that a rank that comes bac
 from __future__ import annotations
 
 import logging
+import pickle
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -33,7 +34,7 @@ from lightning_resilience._lightning import (
 )
 from lightning_resilience._lightning.lightning_micro_batches import MicroBatch, TrainingData
 from lightning_resilience._lightning.lightning_patches import Patches
-from lightning_resilience.checkpoint.data_position import RandomState
+from lightning_resilience.checkpoint.data_position import RandomState, after_seeds, seeds_drawn
 from lightning_resilience.fit.data_workers import DataWorkers
 
 if TYPE_CHECKING:
@@ -123,6 +124,8 @@ class AbsentRanks:
         self._workers = workers
         self._is_resuming = False
         self._loaders: list[Any] = []
+        self._are_given = False  # the states of data workers, too
+        self._has_warned = False
         self._iterator: Callable[[], Any] = lambda: None  # the Trainer's of this epoch
         self._fetched = 0
         self._batches_before: int | None = None  # how many batches of all epochs were done when the training continued
@@ -147,7 +150,7 @@ class AbsentRanks:
             states: Of ranks, as :meth:`.ExactState.own_state` gives them.
         """
         self.stand_in({rank: states[rank] for rank in self.ranks})
-        self._is_resuming, self._batches_before = True, None
+        self._is_resuming, self._loaders, self._batches_before = True, [], None
 
     def begin(self) -> None:
         """The training data are set up."""
@@ -183,7 +186,7 @@ class AbsentRanks:
         """The :attr:`states`, and those of their data workers."""
         if self.shrinks:  # they have none
             return {rank: {**state, "worker_states": None} for rank, state in self.states.items()}
-        if not self._loaders:  # others have known it
+        if self._are_given:
             return self.states
         of_workers = [self._workers.states(loader.flattened, self._fetched) for loader in self._loaders]
         return {
@@ -197,7 +200,33 @@ class AbsentRanks:
         Args:
             states: Of each ``"now"``, ``"epoch"``, ``"first_batch"``, ``"worker_states"`` and ``"kept"``.
         """
-        self.states, self._loaders = {rank: dict(state) for rank, state in states.items()}, []
+        self.states, self._are_given = {rank: dict(state) for rank, state in states.items()}, True
+
+    def follow_evaluation(self, before: RandomState, after: RandomState) -> None:
+        """An evaluation has drawn random numbers here, as it would have in the absent ranks.
+
+        That is a seed for each iterator of a data loader. If it was something else, it cannot be followed.
+
+        Args:
+            before: This process's random state.
+            after: The same.
+        """
+        if self.shrinks:
+            return
+        drawn = [seeds_drawn(*each) for each in zip(_seeding(before), _seeding(after), strict=True)]
+        if None in drawn or _others(before) != _others(after):
+            if not self._has_warned:
+                self._has_warned = True
+                log.warning(
+                    "The validation draws random numbers. Those of the %d absent ranks are not what they would be from "
+                    "here on.",
+                    len(self.states),
+                )
+            return
+        for state in self.states.values():
+            ours = zip(_seeding(state["now"]), drawn, strict=True)
+            first, *others = [after_seeds(each, count or 0) for each, count in ours]
+            state["now"] = {**state["now"], "torch": first, "generators": others}
 
     # -- data ----------------------------------------------------------------------------------------------------------
 
@@ -239,7 +268,7 @@ class AbsentRanks:
             self._batches_before = lightning_progress.batches_in_all(self._trainer)
         if self.shrinks:
             return
-        self._loaders, self._fetched = self._data.of_others(), done
+        self._loaders, self._fetched, self._are_given = self._data.of_others(), done, False
         for other in self._loaders:
             self._workers.watch(other.flattened)
         for (rank, state), loader in zip(self.states.items(), self._loaders, strict=True):
@@ -320,3 +349,14 @@ class AbsentRanks:
             else:
                 for buffer, begun in zip(self._buffers, self._begun, strict=True):
                     buffer.copy_(begun)
+
+
+def _seeding(state: RandomState) -> list[torch.Tensor]:
+    """The states of the generators from which iterators of data loaders draw."""
+    return [state["torch"], *state["generators"]]
+
+
+def _others(state: RandomState) -> list[Any]:
+    """Of the other generators."""
+    accelerator = state.get("accelerator", torch.empty(0))
+    return [state["python"], pickle.dumps(state["numpy"]), accelerator.tolist()]

@@ -396,12 +396,16 @@ class ExactState:
                 data_position.start_persistent_workers(loaders)
             self.set_random_state(mine["epoch"] or mine["now"])
         self.note_epoch()
-        if self.resumed is not None and mine is not None and mine["loader_states"] is None:
-            is_same_size = self.resumed["batch_sizes"] == data_position.batch_sizes(loaders)
-            if is_same_size and not lightning_data.fetches_itself(self.fit.module):
-                first_batch = mine["first_batch"] or mine["now"]
-                primed = partial(self.set_random_state, first_batch)
-                self.workers.begin_at(loaders, mine["fetched"], mine["worker_states"], primed)
+        if mine is not None and mine["loader_states"] is None:
+            self._begin_workers(loaders, mine)
+
+    def _begin_workers(self, loaders: list[Any], mine: dict[str, Any]) -> None:
+        """Has data workers go on where those before them were, if they read the same batches."""
+        assert self.resumed is not None
+        is_same_size = self.resumed["batch_sizes"] == data_position.batch_sizes(loaders)
+        if is_same_size and not lightning_data.fetches_itself(self.fit.module):
+            primed = partial(self.set_random_state, mine["first_batch"] or mine["now"])
+            self.workers.begin_at(loaders, mine["fetched"], mine["worker_states"], primed)
 
     def note_epoch(self) -> None:
         """Called before the iterator of an epoch is made."""
@@ -523,7 +527,9 @@ class ExactState:
 
     def evaluation_ends(self) -> None:
         """Saves hold the current state again."""
-        self.before_evaluation = None
+        before, self.before_evaluation = self.before_evaluation, None
+        if self._absent is not None and before is not None:
+            self._absent.follow_evaluation(before["random"], self.get_random_state())
 
     def complete_resume(self) -> bool:
         """Completes a resume at the boundary of its checkpoint. Returns whether a validation is due first."""
