@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from lightning.fabric.utilities.data import sized_len
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 from typing_extensions import override
@@ -199,7 +198,7 @@ def skip(combined: Any, batches: int) -> bool:
         return False
     (loader,), outer = combined.flattened, combined._iterator
     inner: Any = outer.iterators[0]
-    if not isinstance(inner, _BegunLater) or not inner._num_yielded:
+    if not isinstance(inner, BegunLater) or not inner._num_yielded:
         if not data_position.can_skip(loader) or batches > len(loader):
             return False  # to read again says what is wrong
         for _ in range(batches):
@@ -208,11 +207,6 @@ def skip(combined: Any, batches: int) -> bool:
     assert inner._num_yielded == batches
     outer._idx += batches
     return True
-
-
-def length_of(loader: Any) -> int | None:
-    """How many batches a data loader has, if it says so."""
-    return sized_len(loader)
 
 
 def makes_torchs_iterators(loader: Any) -> bool:
@@ -233,21 +227,18 @@ def _make_once(loader: Any, make: Callable[[], Any]) -> Any:
     return make()
 
 
-def iterator_at(loader: Any, batches: int, primed: Callable[[], None]) -> Any:
-    """An iterator of a loader with workers that begins behind so many batches, of which none is read.
+class BegunLater(_MultiProcessingDataLoaderIter):
+    """torch's iterator of a loader with workers, from a batch on; none before it is read.
 
     Each batch that follows has the number and the worker that it would have.
 
     Args:
         loader: A ``DataLoader``.
-        batches: How many, at most all.
+        batches: How many come before, at most all.
         primed: Called when the sampler has given as many batches as it does before the first one is fetched: it may
             draw random numbers for each.
     """
-    return _BegunLater(loader, batches, primed)
 
-
-class _BegunLater(_MultiProcessingDataLoaderIter):
     def __init__(self, loader: Any, batches: int, primed: Callable[[], None]) -> None:
         self._left_out, self._primed, self._given = batches, primed, 0
         super().__init__(loader)

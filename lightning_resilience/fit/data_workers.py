@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from lightning.fabric.utilities.data import sized_len
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from lightning_resilience._lightning import lightning_data
@@ -84,7 +85,7 @@ class DataWorkers:
             primed: Called when the sampler has given as many batches as it does before the first one is fetched.
         """
         like = self.no_states(loaders)
-        if states is None or not len(like) or not 0 < batches <= (lightning_data.length_of(loaders[0]) or 0):
+        if states is None or not len(like) or not 0 < batches <= (sized_len(loaders[0]) or 0):
             return
         if states.shape != like.shape:
             if states.any():
@@ -104,10 +105,10 @@ class DataWorkers:
         def make() -> Any:
             watch = loader.collate_fn
             if not isinstance(watch, _Watch):  # it was set since
-                return lightning_data.iterator_at(loader, 0, primed)
+                return lightning_data.BegunLater(loader, 0, primed)
             watch.memory = memory = _Memory(loader.num_workers, loader.prefetch_factor, batches, states)
             try:
-                return lightning_data.iterator_at(loader, batches, primed)
+                return lightning_data.BegunLater(loader, batches, primed)
             finally:
                 watch.memory, self._watched[loader] = None, memory
 

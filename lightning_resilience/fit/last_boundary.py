@@ -333,11 +333,12 @@ class LastBoundary(Participant):
             self._rows.put(exact.logs.new_rows(), all(each.written == each.logged for each in logs))
         if session.exact.epoch_begun is not self._begun or self._has_new_metrics():
             self._arrange(position)
+        absent = exact.absent_states
         try:
-            self._put(position, logs)
+            self._put(position, logs, absent)
         except (ValueError, RuntimeError, AttributeError, TypeError, KeyError, struct.error):  # others than before
             self._arrange(position)
-            self._put(position, logs)
+            self._put(position, logs, absent)
         self._step_has_begun = False
         self._note = _Note(
             position,
@@ -346,17 +347,16 @@ class LastBoundary(Participant):
             [each._version for each in self._parameters],
             [group.copy() for group in self._optimizer.param_groups],
             logs,
-            {rank: each.copy() for rank, each in exact.absent_states.items()} if self._of_absent else {},
+            {rank: each.copy() for rank, each in absent.items()} if self._of_absent else {},
         )
 
     def _has_new_metrics(self) -> bool:
         names = lightning_boundary.names_of_metrics(self._session.fit.trainer)
         return self._values is None or names != self._values.names
 
-    def _put(self, position: int, logs: Sequence[LogPosition]) -> None:
+    def _put(self, position: int, logs: Sequence[LogPosition], states_of_absent: Mapping[int, dict[str, Any]]) -> None:
         assert self._values is not None
         assert self._writer is not None
-        states_of_absent = self._session.exact.absent_states
         for rank, (writer, state) in self._of_absent.items():
             absent = states_of_absent[rank]
             state.set(absent["now"])
