@@ -130,6 +130,17 @@ class Agreement:
             self._member.request(kind, payload or {}, needs)
         self._wake.set()
 
+    def expect(self) -> None:
+        """Another rank is about to ask something: looks often for a moment. For any thread.
+
+        Else this rank may look up to a tenth of a second later, and all wait for it at their next boundary.
+        """
+        with self._lock:
+            self._member.expect()
+            if self._relay is not None:
+                self._relay.look_at_once()
+        self._wake.set()
+
     def boundary(self, position: Position, allows: Needs = Needs.CLEAN | Needs.TRAINING) -> tuple[Event, ...]:
         """Passes a boundary: called by the main thread in every gap between two batches.
 

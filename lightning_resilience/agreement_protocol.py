@@ -407,6 +407,10 @@ class Member:
         self._raise_failure()
         return True if self._arriving is None else None
 
+    def expect(self) -> None:
+        """Another rank is about to ask something: to look often for a moment keeps nobody waiting for this rank."""
+        self._pace.stir()
+
     def finish(self) -> None:
         """Posts that this rank passes no boundary any more."""
         self.passed = FINISHED
@@ -614,7 +618,7 @@ class _Pace:
     """
 
     def __init__(self, watchers: int, clock: Callable[[], float], alone: bool = False) -> None:
-        self.longest = max(0.05, watchers / 4_000)
+        self.longest = max(0.1, watchers / 4_000)
         self.shortest = max(0.002, watchers / 10_000)
         self._clock = clock
         self._alone = alone

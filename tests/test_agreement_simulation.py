@@ -697,6 +697,29 @@ def two_and_a_relay(store: LocalStore) -> tuple[list[Member], list[ByHand], ByHa
     return ranks, [ByHand(rank.watch(), store) for rank in ranks], ByHand(Relay([[0, 1]], 0, *limits).watch(), store)
 
 
+def test_who_expects_that_another_rank_asks_looks_often_for_a_moment() -> None:
+    """Else all others would wait for it at their next boundary until it looks by itself."""
+    now = 0.0
+    limits = (lambda: now, ANSWER_TIMEOUT, ARRIVAL_TIMEOUT)
+    member, relay = Member([[0, 1]], 0, 0, *limits), Relay([[0, 1]], 0, *limits)
+    store = LocalStore()
+
+    def sleeps(watching: Generator[Any, Any, None], result: Any = None) -> float:
+        """How long the watcher sleeps next."""
+        while not isinstance(wanted := watching.send(result), Sleep):
+            result = (wanted.operation if isinstance(wanted, Above) else wanted).apply(store)
+        return wanted.seconds
+
+    for watching, expect in ((member.watch(), member.expect), (relay.watch(), relay.look_at_once)):
+        sleeps(watching)
+        now += 10.0
+        idle = sleeps(watching)
+        expect()
+        assert sleeps(watching) < idle / 10
+        now += 10.0
+        assert sleeps(watching) == idle
+
+
 @pytest.mark.parametrize(("size", "silent"), [(3, {1}), (64, {0, 63}), (130, {64, 129}), (4200, {5, 4199})])
 def test_the_largest_position_is_found_and_so_is_who_is_missing(size: int, silent: set[int]) -> None:
     store, published = LocalStore(), list[str]()

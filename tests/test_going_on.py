@@ -115,6 +115,7 @@ class Run:
         for rank in self.policy.members:
             self.say(rank, "ready", fewer, tasks)
         self.step()
+        self.step(deadlines.IMPORTS_GO_ON_AFTER_S)  # newcomers are started
         self.told.clear()
         self.started.clear()
         self.now += deadlines.TRAINS_BEFORE_OTHERS_COME_S
@@ -133,7 +134,6 @@ def test_the_others_go_on_at_once_and_take_in_who_comes_back(lines: list[str]) -
     run = Run()
     run.lose(1)
     assert run.told == [([0, 2], [0, 2])]
-    assert run.started == [[1]]
     run.come_together()
     run.step(1.0)
     assert not run.told
@@ -150,9 +150,55 @@ def test_the_others_go_on_at_once_and_take_in_who_comes_back(lines: list[str]) -
     ]
 
 
+def test_newcomers_are_started_when_the_others_are_in_their_fit() -> None:
+    """To start needs the cores on which those that are left go back to it."""
+    run = Run()
+    run.lose(1)
+    run.say(0, "ready")
+    run.step(1.0)
+    run.say(2, "ready")
+    run.step()
+    run.step(deadlines.IMPORTS_GO_ON_AFTER_S - 0.1)
+    assert not run.started
+    assert run.policy.wakes_at <= run.now + 0.11
+    run.step(0.11)
+    assert run.started == [[1]]
+    run.step(1.0)
+    assert run.started == [[1]], "once"
+
+
+def test_newcomers_are_started_although_it_takes_the_others_long() -> None:
+    run = Run()
+    run.lose(1)
+    run.step(deadlines.IMPORTS_STAND_STILL_FOR_S - 0.4)
+    assert not run.started
+    assert run.policy.wakes_at <= run.now + 0.41
+    run.step(0.41)
+    assert run.started == [[1]]
+
+
+def test_a_newcomer_that_is_to_start_later_is_not_where_it_is_not_wanted_any_more() -> None:
+    ended, needed, restarted = Run(), Run(), Run()
+    for run in (ended, needed, restarted):
+        run.lose(1)
+    ended.policy.ask_to_stop()
+    needed.spares = {1}
+    needed.lose(2)
+    assert needed.started == []
+    needed.spares = {1, 2}
+    needed.lose(0)
+    restarted.lose(0, code=1)
+    restarted.lose(2)
+    for run in (ended, needed, restarted):
+        run.come_together()
+        run.step(deadlines.REPLACED_WITHIN_S / 2)
+        assert not run.started
+
+
 def test_nobody_is_taken_in_before_ranks_have_come_together_and_trained() -> None:
     run = Run()
     run.lose(1)
+    run.step(deadlines.IMPORTS_STAND_STILL_FOR_S)
     run.say(1, "waiting")
     run.step()
     run.say(0, "ready")
@@ -252,6 +298,7 @@ def test_a_newcomer_that_is_lost_while_ranks_come_together_is_taken_out() -> Non
     run.told.clear()
     run.lose(1)
     assert run.told == [([0, 2], [0, 2])]
+    run.step(deadlines.IMPORTS_STAND_STILL_FOR_S)
     assert run.started == [[1]]
     assert (run.policy.generation, run.policy.restarts) == (3, 2)
 
@@ -301,6 +348,7 @@ def test_a_newcomer_that_fails_is_given_up_and_the_others_go_on(lines: list[str]
     run.lose(1, code=1)
     run.lose(2)  # and its slot is not one for which anybody waits
     assert run.told == [([0], [0])]
+    run.step(deadlines.IMPORTS_STAND_STILL_FOR_S)
     assert run.started == [[2]]
     assert lines[1] == "The replacement of rank 1 ended with exit code 1 before its fit: the others go on without it."
 
@@ -581,7 +629,6 @@ def test_whole_groups_go_on_and_who_has_lost_a_rank_of_its_group_waits_with_its_
     run = of_groups()
     run.lose(3)
     assert run.told == [([0, 1, 2, 4, 5], [0, 1, 4, 5])]
-    assert run.started == [[3]]
     run.come_together()
     run.say(2, "waiting", generation=1)
     run.step()

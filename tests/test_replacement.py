@@ -90,6 +90,15 @@ def test_a_rank_learns_of_a_loss_when_its_group_is_cut(ends: tuple[Membership, C
     assert line.replacement() is None
 
 
+@pytest.mark.parametrize(("rank", "does"), [(0, "asks"), (1, "expects")])
+def test_one_rank_asks_all_to_leave_and_the_others_expect_it(rank: int, does: str) -> None:
+    done: list[str] = []
+    agreement = MagicMock(request=lambda kind, needs: done.append("asks"), expect=lambda: done.append("expects"))
+    fit: Any = MagicMock(rank=rank, agreement=agreement)
+    reentry.Replaceability(fit)._ask_to_leave()
+    assert done == [does]
+
+
 def test_ranks_that_leave_together_are_cut_where_they_do_not_or_another_one_is_lost(
     ends: tuple[Membership, Channel], monkeypatch: pytest.MonkeyPatch
 ) -> None:

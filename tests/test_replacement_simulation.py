@@ -1082,7 +1082,7 @@ class Simulation:
         fit.steps_counted = 0
         fit.gather = lambda value: [*self.collective(process, "leaving", value).values()]
         fit.saving, fit.check_owner = nullcontext, lambda: FitContext.check_owner(fit)
-        fit.agreement = SimpleNamespace(request=lambda kind, needs: self.request(process, kind))
+        fit.agreement = SimpleNamespace(request=lambda kind, needs: self.request(process, kind), expect=lambda: None)
         session: Any = SimpleNamespace(fit=fit, exact=exact, process=process)
         session.replaceability = replaceability = Replaceability(fit)
         policy = Policy(process, session)
@@ -1410,6 +1410,8 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> Any:
         (loss_policy, "log_line", lambda text, is_detail=False: None),
         (deadlines, "STOP_REACHES_ALL_WITHIN_S", 0.1),  # of a run of seconds
         (deadlines, "TRAINS_BEFORE_OTHERS_COME_S", 0.1),
+        (deadlines, "IMPORTS_GO_ON_AFTER_S", 0.02),
+        (deadlines, "IMPORTS_STAND_STILL_FOR_S", 0.3),
         (newcomers, "log_line", lambda text, is_detail=False: None),
     ):
         monkeypatch.setattr(module, name, value)

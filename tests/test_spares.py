@@ -23,7 +23,7 @@ import psutil
 import pytest
 import torch
 
-from lightning_resilience.launch import imports, spares
+from lightning_resilience.launch import imports, spares, standstill
 from lightning_resilience.launch.channel import Channel
 from lightning_resilience.launch.processes import processes_of
 from lightning_resilience.launch.spares import Workers
@@ -377,6 +377,27 @@ def test_a_spare_takes_the_place_of_its_worker_and_is_as_if_just_started(node: N
     number = node.spare()
     [third] = node.start(RANK="5", **{RUN_DIR_VARIABLE: str(run)})
     assert third == first | {"pid": number, "waited": True, "rank": "5"}
+
+
+def test_a_spare_stands_still_while_ranks_go_back_to_their_fit_unless_it_is_needed(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(standstill, "IMPORTS_STAND_STILL_FOR_S", 1000.0)
+    still = node.workers._standstill
+    node.start()
+    for is_needed in (False, True):
+        still.begin(0)
+        wait_until(lambda: 0 in node.workers.spares)
+        time.sleep(1.0)
+        assert not node.workers.spares[0].is_ready
+        if is_needed:
+            [said] = node.start()
+            assert said["waited"]
+        else:
+            still.cancel()
+        node.spare()
+        os.kill(node.spare(), signal.SIGKILL)
+        assert not node.start()[0]["waited"]
 
 
 @pytest.mark.slow

@@ -248,6 +248,8 @@ class Replaceability(Participant):
     def _ask_to_leave(self) -> None:
         if self._fit.rank == 0:
             self._fit.agreement.request(RANKS_COME_BACK, needs=Needs.CLEAN | Needs.TRAINING)
+        else:
+            self._fit.agreement.expect()
 
     def on_event(self, event: AgreedEvent) -> None:
         """All leave at this boundary, when its state is noted."""

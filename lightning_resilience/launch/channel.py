@@ -6,9 +6,9 @@ end. A message is a JSON object, preceded by its length in 4 bytes; ``kind`` say
 =========== =========================== =======================================================================
 kind        from -> to                  meaning, and its other fields
 =========== =========================== =======================================================================
-``begun``   worker -> launcher          it is at its first boundary; what it has imported (``modules``, ``changes``,
-                                        ``files``, see :mod:`~lightning_resilience.launch.imports`), where the
-                                        launcher has asked for that
+``begun``   worker -> launcher          it is at its first boundary; once more with what it has imported (``modules``,
+                                        ``changes``, ``files``, see :mod:`~lightning_resilience.launch.imports`), where
+                                        the launcher has asked for that
 ``import``  launcher -> spare           what to import: the fields of ``begun``; ``parent``: the launcher's pid
 ``ready``   spare -> launcher           it has; ``problem``: why it cannot be used, or null; ``memory``: its own bytes
 ``go``      launcher -> spare           it is a worker now: ``env``, ``cwd``, ``redirected``: which of descriptors 1 and
@@ -50,7 +50,8 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 CHANNEL_VARIABLE = "LIGHTNING_RESILIENCE_CHANNEL"
-"""Environment variable of a worker with its end: the number of the descriptor, and what the process is for."""
+"""Environment variable of a worker with its end: the numbers of its descriptor and of that of the gate of
+:mod:`~lightning_resilience.launch.standstill`, or -1, and what the process is for."""
 
 _TAKES_WITHIN_S = 10.0
 _LARGEST = 1 << 26

@@ -204,7 +204,12 @@ class LossPolicy:
     def _look_after_newcomers(self, now: float) -> None:
         if self._stop_asked or any(member.state == "done" for member in self.members.values()):
             self._newcomers.end(now)  # there is no fit any more that they could join
-        self._newcomers.look_after(now, self.generation, self._next_restart)
+        since, within_s = self._in_fit_since, deadlines.IMPORTS_GO_ON_AFTER_S
+        if self._replacing_since is not None:
+            since, within_s = self._replacing_since, deadlines.IMPORTS_STAND_STILL_FOR_S
+        self._newcomers.look_after(now, self.generation, self._next_restart, now >= since + within_s)
+        if self._newcomers.later:
+            self.wakes_at = min(self.wakes_at, max(now, since + within_s))
 
     def _are_in_fit(self) -> bool:
         return all(each.state == "ready" and each.generation == self.generation for each in self.members.values())
@@ -311,8 +316,8 @@ class LossPolicy:
                 f"{who}: starting a replacement (restart {self.restarts}). The other ranks keep their processes.{then}"
             )
         self._begin_generation(now, members, how)
-        if goes_on and (lost := sorted(how.keys() - failed)):
-            self._newcomers.start(lost, self.generation, now)
+        if goes_on:
+            self._newcomers.later |= how.keys() - failed
         return None
 
     def _count(self, members: Collection[int]) -> str:
@@ -397,6 +402,7 @@ class LossPolicy:
         if new and self._goes_on:
             self._ranks.tell(new, "replace", **change)
         self._newcomers.given_up.difference_update(members)
+        self._newcomers.later.difference_update(members)
         self._joining, self._has_lost_nobody = set() if lost else {*members}.difference(kept), not lost
         self._replacing_since = self.wakes_at = now
         if lost:

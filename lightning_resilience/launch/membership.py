@@ -24,6 +24,7 @@ from operator import itemgetter
 from typing import Any
 
 from lightning_resilience.agreement_protocol import PeerLost
+from lightning_resilience.launch import standstill
 from lightning_resilience.launch.channel import Channel, Message, of_worker
 from lightning_resilience.run.deadlines import (
     LOSS_CONFIRMED_WITHIN_S,
@@ -216,6 +217,7 @@ class Membership:
 
     def await_admission(self) -> Replacement | None:
         """Waits at the door until this process is taken into a generation; ``None`` when all ranks are restarted."""
+        standstill.leave()
         self.say("waiting")
         with self._news:
             self._news.wait_for(lambda: self._replacement is not None or self._restarts)

@@ -135,6 +135,7 @@ class Newcomers:
         coming: Those that were started and are in no generation yet, by slot.
         leaving: Those that are being ended.
         away: Slots whose node is lost: they are started when there is one.
+        later: Slots that are started when the others are in their fit, on whose way there they would take cores.
         given_up: Slots for which none is started any more.
         group: How many ranks hold the state together, as they say.
     """
@@ -143,6 +144,7 @@ class Newcomers:
         self.coming: dict[int, Member] = {}
         self.leaving: dict[int, Member] = {}
         self.away: set[int] = set()
+        self.later: set[int] = set()
         self.given_up: set[int] = set()
         self.group = 1
         self._ranks = ranks
@@ -200,6 +202,8 @@ class Newcomers:
             now: Now.
             members: Which; default: all.
         """
+        if members is None:
+            self.later.clear()
         for each in list(self.coming.values()) if members is None else members:
             self.coming.pop(each.rank, None)
             each.since = now
@@ -214,14 +218,21 @@ class Newcomers:
             for each in self.leaving.values()
         )
 
-    def look_after(self, now: float, generation: int, next_restart: Callable[[], int | None]) -> None:
+    def look_after(
+        self, now: float, generation: int, next_restart: Callable[[], int | None], are_in_fit: bool
+    ) -> None:
         """Starts those again that were killed, and gives up those that will not come.
 
         Args:
             now: Now.
             generation: The present one.
             next_restart: Counts a restart, and returns its number; ``None``: none is left.
+            are_in_fit: Whether the others are in their fit.
         """
+        if self.later and are_in_fit:
+            slots = sorted(self.later)
+            self.later.clear()
+            self.start(slots, generation, now)
         self.leaving = {slot: each for slot, each in self.leaving.items() if each.exit_code is None}
         if back := sorted(slot for slot in self.away if self._ranks.lost_node(slot) is None):
             self.away.difference_update(back)
@@ -254,6 +265,6 @@ class Newcomers:
 
     def forget(self) -> None:
         """All ranks are started again."""
-        for each in (self.coming, self.leaving, self.away, self.given_up):
+        for each in (self.coming, self.leaving, self.away, self.later, self.given_up):
             each.clear()
         self._first_at_door = None

@@ -27,7 +27,7 @@ from typing import Any, NoReturn
 from lightning_resilience import _processes
 from lightning_resilience._output import flush
 from lightning_resilience.launch import channel as channels
-from lightning_resilience.launch import imports
+from lightning_resilience.launch import imports, standstill
 from lightning_resilience.launch.channel import CHANNEL_VARIABLE, Channel, Message
 from lightning_resilience.launch.job_info import versions
 from lightning_resilience.run import time_account
@@ -45,6 +45,7 @@ CHANGES_FROM_START_TO_START = frozenset(
 )
 """What of a rank's environment differs from one start to the next, and no library reads when it is imported."""
 
+_TOLD_AFTER_S = 0.5
 _LOOKS_FOR_PARENT_EVERY_S = 5.0
 _IGNORED = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT, signal.SIGHUP)
 _OOM_SCORE = Path("/proc/self/oom_score_adj")
@@ -64,8 +65,9 @@ def enter() -> None:
     global _records
     if (value := os.environ.pop(CHANNEL_VARIABLE, None)) is None:
         return
-    fd, kind, *started = value.split(",")
+    fd, gate, kind, *started = value.split(",")
     channel = Channel(socket.socket(fileno=int(fd)))
+    standstill.mind(int(gate))
     if started:
         _processes.count_from(float(started[0]))
         time_account.OF_PROCESS.begin()
@@ -83,17 +85,19 @@ def record_imports() -> None:
 
 
 def begun() -> None:
-    """Tells the launcher that this worker is at its first boundary; what was imported is told by a thread."""
+    """Tells the launcher that this worker is at its first boundary; what was imported, a thread a moment later."""
     global _has_begun, _recorder
     if _has_begun or (channel := channels.of_worker()) is None:
         return
     _has_begun = True
     recorder, _recorder = _recorder, None
-    if recorder is None:
-        channel.send("begun")
-        return
-    recorder.end()
-    threading.Thread(target=lambda: channel.send("begun", **recorder.noted()), daemon=True).start()
+    channel.send("begun")
+    if recorder is not None:
+        recorder.end()
+        # Not beside the first step, for which others may wait: it takes the interpreter for some 20 ms.
+        timer = threading.Timer(_TOLD_AFTER_S, lambda: channel.send("begun", **recorder.noted()))
+        timer.daemon = True
+        timer.start()
 
 
 class _Spare:
@@ -125,6 +129,7 @@ class _Spare:
         command = self._argv[1:]
         sys.argv = command[1:] if command[:1] == ["-m"] else command
         problem = imports.import_all(noted, self._channel.is_readable)
+        standstill.leave()
         if problem is None and _has_device_context():
             problem = "a library takes hold of a device when it is imported"
         sys.argv = self._argv
@@ -177,8 +182,9 @@ class _Spare:
         """Becomes a worker that has just been started, under the same number."""
         fd, now = self._channel.fileno(), time.clock_gettime(time.CLOCK_BOOTTIME)
         os.set_inheritable(fd, True)
+        value = f"{fd},{standstill.NO_GATE},{RECORDS},{now}"
         try:
-            os.execve(sys.executable, sys.orig_argv, env | {CHANNEL_VARIABLE: f"{fd},{RECORDS},{now}"})
+            os.execve(sys.executable, sys.orig_argv, env | {CHANNEL_VARIABLE: value})
         finally:
             os._exit(1)
 

@@ -25,6 +25,8 @@ from typing import Any, TextIO
 from lightning_resilience.checkpoint.capacity import memory_left
 from lightning_resilience.launch.channel import CHANNEL_VARIABLE, Channel, Message
 from lightning_resilience.launch.park import PLAIN, RECORDS, SPARE
+from lightning_resilience.launch.standstill import NO_GATE, Standstill
+from lightning_resilience.run.run_directory import JOINS_VARIABLE
 
 SPARES_VARIABLE = "LIGHTNING_RESILIENCE_SPARES"
 """Environment variable by which ``launch`` asks the elastic launcher for spares."""
@@ -51,6 +53,7 @@ class Worker:
         args: Its command line.
         env: Its environment.
         kind: What it is for, as :mod:`~lightning_resilience.launch.park` names it.
+        gate: The gate of its imports, or -1.
         stdout: A file for what it writes there, ``subprocess.PIPE``; ``None``: where the launcher's goes.
         stderr: The same.
 
@@ -66,22 +69,25 @@ class Worker:
         memory: Bytes that this spare has for itself.
         is_ready: Whether this spare has imported everything.
         is_gone: Whether the other end of the channel has gone.
+        has_state: Whether it has said in which state it is.
     """
 
-    def __init__(self, args: tuple[str, ...], env: Mapping[str, str], kind: str, stdout: Any, stderr: Any) -> None:
+    def __init__(
+        self, args: tuple[str, ...], env: Mapping[str, str], kind: str, gate: int, stdout: Any, stderr: Any
+    ) -> None:
         self.args, self.env = args, dict(env)
         self.is_warm = False
         self.start = 0
         self.noted: dict[str, Any] | None = None
         self.problem: str | None = None
         self.memory = 0
-        self.is_ready = self.is_gone = self._is_told = False
+        self.is_ready = self.is_gone = self.has_state = self._is_told = False
         self._answered, self._going = threading.Event(), threading.Event()
         ours, theirs = socket.socketpair()
         self.process = subprocess.Popen(  # as the elastic launchers do
             args,
-            env={**env, CHANNEL_VARIABLE: f"{theirs.fileno()},{kind}"},
-            pass_fds=[theirs.fileno()],
+            env={**env, CHANNEL_VARIABLE: f"{theirs.fileno()},{gate},{kind}"},
+            pass_fds=[fd for fd in (theirs.fileno(), gate) if fd != NO_GATE],
             stdout=stdout,
             stderr=stderr,
             start_new_session=True,
@@ -104,6 +110,13 @@ class Worker:
         elif message.kind == "going":
             self._going.set()
             self._answered.set()
+        elif message.kind == "state":
+            self.has_state = True
+
+    @property
+    def imports(self) -> bool:
+        """Whether it has done neither its imports nor come to a fit."""
+        return not self.has_state and not (self.is_warm and self.is_ready)
 
     def has_gone(self) -> None:
         """The other end of the channel has gone."""
@@ -177,6 +190,7 @@ class Workers:
         self.spares: dict[int, Worker] = {}
         self._lock = threading.RLock()
         self._begun: queue.SimpleQueue[tuple[int, Worker]] = queue.SimpleQueue()
+        self._standstill = Standstill()
         if makes_spares:
             threading.Thread(target=self._make_spares, name="resilience-spares", daemon=True).start()
 
@@ -202,8 +216,11 @@ class Workers:
             spare = self.spares.pop(rank, None)
             worker = spare if spare is not None and self._is_taken(rank, spare, args, env, stdout, stderr) else None
             if worker is None:
-                worker = Worker(args, env, RECORDS if self.makes_spares else PLAIN, stdout, stderr)
+                gate = self._standstill.gate if JOINS_VARIABLE in env else NO_GATE
+                worker = Worker(args, env, RECORDS if self.makes_spares else PLAIN, gate, stdout, stderr)
                 self._listen(rank, worker)
+            if worker.imports and JOINS_VARIABLE not in env:
+                self._standstill.cancel()  # the others wait for it
             worker.start = self._start
             self._workers[rank] = worker
         return worker.process
@@ -231,7 +248,12 @@ class Workers:
             kind: What it is, see :mod:`~lightning_resilience.launch.channel`.
             fields: What it says.
         """
-        self._workers[rank].channel.send(kind, **fields)
+        worker = self._workers[rank]
+        worker.channel.send(kind, **fields)
+        if kind == "replace" and worker.imports:
+            self._standstill.cancel()  # the others wait for it
+        elif kind == "replace":
+            self._standstill.begin(rank)
 
     def has_spare(self, rank: int) -> bool:
         """Whether a spare waits for the place of a worker and has done its imports.
@@ -266,6 +288,8 @@ class Workers:
             worker.take(message)
             if message.kind == "begun" and "modules" in message.fields:
                 self._begun.put((rank, worker))
+            if message.kind == "state" and message.fields["state"] != "left":
+                self._standstill.end(rank)
             self._heard(worker.process, message)
 
         worker.channel.listen(take, worker.has_gone)
@@ -283,7 +307,7 @@ class Workers:
             # Not beside a restart, whose own imports it would slow down.
             if not self.makes_spares or self._workers.get(rank) is not worker or rank in self.spares:
                 return
-            spare = self.spares[rank] = Worker(worker.args, worker.env, SPARE, None, None)
+            spare = self.spares[rank] = Worker(worker.args, worker.env, SPARE, self._standstill.gate, None, None)
             self._listen(rank, spare)
             count = len(self._workers)
         assert worker.noted is not None

@@ -177,6 +177,15 @@ SURVIVORS_LEAVE_WITHIN_S = 30.0
 TRAINS_BEFORE_OTHERS_COME_S = 1.0
 """How long ranks that are in their fit again train before others are taken in: two changes in a row are one pause."""
 
+IMPORTS_STAND_STILL_FOR_S = 3.0
+"""How long imports that nobody waits for stand still while ranks go back to their fit."""
+
+IMPORTS_GO_ON_AFTER_S = 0.2
+"""From there on: time for a first step."""
+
+OPENED_WITHIN_S = 10.0
+"""How long a process that imports waits for its launcher then, which may be stopped."""
+
 NEXT_BOUNDARY_WITHIN_S = 10.0
 """How long ranks may take of it to come to one boundary when others come back."""
 

@@ -116,7 +116,7 @@ class Launch:
                 raise AssertionError(why)
             time.sleep(0.05)
         children = psutil.Process(self.process.pid).children(recursive=True)
-        kinds = {child.pid: child.environ().get(CHANNEL_VARIABLE, "").partition(",")[2] for child in children}
+        kinds = {child.pid: child.environ().get(CHANNEL_VARIABLE, "").rpartition(",")[2] for child in children}
         return [pid for pid, kind in kinds.items() if kind == SPARE]
 
     def let_one_die(self) -> None:
