@@ -1,8 +1,9 @@
 """What is left of a training that loses a rank every two seconds: four ways to go on, under the same kills.
 
 Four ranks train with steps of 50 ms. Two seconds after the training has gone on, a rank that takes part is killed with
-SIGKILL, at a random instant. *Pause* is the longest time without a new step, of each kill until the next one; *ranks*
-are those that have made a step, in the mean; *of its speed* are the new steps in a second, of those without kills.
+SIGKILL, at a random instant. *Pause* is the longest time without a new step, of each kill until the next one; *stop*
+that without any step, new or done again; *ranks* are those that have made a step, in the mean; *of its speed* are the
+new steps in a second, of those without kills.
 
     PYTHONPATH=. python benchmarks/going_on.py [--kills 200] [--ranks 4] [--arms ...]
 
@@ -105,11 +106,13 @@ class Measured:
 
     Attributes:
         pauses: The longest time without a new step after each kill, in seconds.
+        stops: The same without any step.
         ranks: How many ranks have made each new step.
         speeds: New steps in a second, of those without kills; of each training.
     """
 
     pauses: list[float] = field(default_factory=list)
+    stops: list[float] = field(default_factory=list)
     ranks: list[int] = field(default_factory=list)
     speeds: list[float] = field(default_factory=list)
 
@@ -117,6 +120,7 @@ class Measured:
         """The row of the table."""
         pauses = sorted(self.pauses)
         figures = [statistics.median(pauses), pauses[min(len(pauses) - 1, int(0.99 * len(pauses)))], pauses[-1]]
+        figures += [max(self.stops)]
         shown = " | ".join(f"{each:.2f}" for each in figures)
         ranks, speed = statistics.mean(self.ranks), statistics.mean(self.speeds)
         return f"| {name} | {len(pauses)} | {shown} | {ranks:.1f} | {speed:.0%} |"
@@ -158,9 +162,10 @@ def measure(name: str, ranks: int, kills: int, seed: int, found: Measured) -> No
     before = [each for each in steps if began <= each.seconds < times[0]]
     during = [each for each in steps if times[1] <= each.seconds < times[-1]]
     for kill, following in zip(times[1:], [*times[2:], times[-1] + BETWEEN_S], strict=True):
-        moments = [each.seconds for each in steps if kill <= each.seconds < following]
-        moments = [max(each.seconds for each in steps if each.seconds < kill), *moments]
-        found.pauses.append(max((b - a for a, b in itertools.pairwise(moments)), default=following - kill))
+        for of, kind in ((steps, found.pauses), (sorted(marks, key=lambda each: each.seconds), found.stops)):
+            moments = [each.seconds for each in of if kill <= each.seconds < following]
+            moments = [max(each.seconds for each in of if each.seconds < kill), *moments]
+            kind.append(max((b - a for a, b in itertools.pairwise(moments)), default=following - kill))
     found.ranks += [sum(each.step == step.step for each in marks) for step in during]
     found.speeds.append(len(during) / (times[-1] - times[1]) / (len(before) / (times[0] - began)))
 
@@ -201,8 +206,8 @@ def main() -> None:
     for turn in range(-(-options.kills // options.each)):
         for name, of_arm in found.items():
             measure(name, options.ranks, options.each, turn, of_arm)
-    print("| | kills | pause, p50 | p99 | longest | ranks | of its speed |")
-    print("|---|---|---|---|---|---|---|")
+    print("| | kills | pause, p50 | p99 | longest | stop, longest | ranks | of its speed |")
+    print("|---|---|---|---|---|---|---|---|")
     for name, of_arm in found.items():
         print(of_arm.row(name))
 

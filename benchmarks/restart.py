@@ -191,7 +191,7 @@ class Arm:
         """Waits until each rank has a spare that is ready; their processes."""
         self._await_spares(time.monotonic() + PATIENCE_S)
         children = psutil.Process(self._process.pid).children(recursive=True)
-        kinds = {child.pid: child.environ().get(CHANNEL_VARIABLE, "").partition(",")[2] for child in children}
+        kinds = {child.pid: child.environ().get(CHANNEL_VARIABLE, "").rpartition(",")[2] for child in children}
         return [pid for pid, kind in kinds.items() if kind == SPARE]
 
     def wait(self, deadline: float) -> None:

@@ -355,7 +355,7 @@ def loader(config: dict[str, Any], world_size: int, rank: int) -> Any:
     if config["without"] is not None:
         sampler = RandomSampler(data) if world_size == 1 else DistributedSampler(data, world_size, rank)
         return DataLoader(data, batch_sampler=Without(sampler, BATCH, config["without"]), **keep)
-    if kind == "split":  # by whom the loader is asked for
+    if kind in ("split", "anew"):  # by whom the loader is asked for
         return None
     if kind == "tensors":
         return DataLoader(TensorDataset(torch.randn(size, 8)), BATCH, shuffle=True, **keep)
@@ -519,6 +519,8 @@ class Module(L.LightningModule):
         return loss
 
     def train_dataloader(self) -> Any:
+        if self.config["data"] == "anew":
+            return loader({**self.config, "data": "shuffle"}, 1, 0)
         if self.config["data"] != "split":
             raise NotImplementedError
         half, _ = random_split(Data(2 * BATCH * BATCHES, self.config["augment"]), [0.5, 0.5])

@@ -334,11 +334,16 @@ def test_the_batches_of_absent_ranks_are_left_out(
 
 
 @pytest.mark.parametrize("ranks", [(4, 3, 4), (4, 1, 3)], ids=lambda x: "-".join(map(str, x)))
+@pytest.mark.parametrize(
+    ("again", "persist"), [(IF_CHANGED, False), (IF_CHANGED, True), ("always", True)], ids=lambda x: str(x)
+)
 @pytest.mark.slow
-def test_workers_of_absent_ranks_go_on_where_those_before_were(tmp_path: Path, ranks: tuple[int, ...]) -> None:
-    environment = {READ_AGAIN_VARIABLE: IF_CHANGED}
-    output = assert_the_same_run(tmp_path, *ranks, environment=environment, workers=2, seeded_apart=True)
-    assert "Fetching the first" not in output
+def test_workers_of_absent_ranks_go_on_where_those_before_were(
+    tmp_path: Path, ranks: tuple[int, ...], again: str, persist: bool
+) -> None:
+    environment, options = {READ_AGAIN_VARIABLE: again}, {"workers": 2, "seeded_apart": True, "persistent": persist}
+    output = assert_the_same_run(tmp_path, *ranks, environment=environment, **options)
+    assert ("Fetching the first" not in output) == (again == IF_CHANGED)
 
 
 @pytest.mark.slow

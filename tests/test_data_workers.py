@@ -10,6 +10,7 @@ import random
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -287,6 +288,14 @@ class Drawing(Dataset[float]):
         return index + drawn + torch.randn(1).item()
 
 
+class Rarely(Drawing):
+    """Draws for one sample of an epoch: most workers have drawn nothing for a while."""
+
+    def __getitem__(self, index: int) -> float:
+        drawn = super().__getitem__(index) if index == 13 else 0.0
+        return index + drawn
+
+
 class Endless(IterableDataset[int]):
     """Never ends."""
 
@@ -299,10 +308,9 @@ class Endless(IterableDataset[int]):
     [
         DataLoader(Numbers(), 2),
         DataLoader(Endless(), 2, num_workers=1),
-        DataLoader(Numbers(), 2, num_workers=1, persistent_workers=True),
         [1, 2],
     ],
-    ids=["without workers", "iterable", "persistent workers", "no data loader"],
+    ids=["without workers", "iterable", "no data loader"],
 )
 def test_of_what_is_not_watched_nothing_is_known(loader: Any) -> None:
     workers, watched = DataWorkers(guard), DataLoader(Numbers(), 2, num_workers=1)
@@ -444,8 +452,7 @@ def test_other_workers_begin_at_a_place_only_if_they_are_as_good() -> None:
     _, _, three = drawn_by(3)
     numbered = Own(Drawing(), 2, num_workers=2)
     unordered = DataLoader(Drawing(), 2, num_workers=2, in_order=False)
-    persistent = DataLoader(Drawing(), 2, num_workers=2, persistent_workers=True)
-    workers.watch([numbered, unordered, persistent])
+    workers.watch([numbered, unordered])
 
     def begins_at(loaders: list[Any], batches: int, given: torch.Tensor | None) -> bool:
         workers.begin_at(loaders, batches, given, nothing)
@@ -463,7 +470,7 @@ def test_other_workers_begin_at_a_place_only_if_they_are_as_good() -> None:
     assert not begins_at([loader], 0, states)
     assert not begins_at([loader], 21, states), "the data have become shorter: to read again says it"
     assert not begins_at([loader, numbered], 12, states)
-    for each in (numbered, unordered, persistent):
+    for each in (numbered, unordered):
         assert not begins_at([each], 12, states)
     workers.begin_at([loader], 12, states, nothing)
     workers.forget()
@@ -474,16 +481,109 @@ def test_other_workers_begin_at_a_place_only_if_they_are_as_good() -> None:
     assert len(read(loader, 30)) == 20
 
 
+@pytest.mark.parametrize("is_asked", [True, False], ids=["if-changed", "always"])
+@pytest.mark.parametrize(
+    ("count", "prefetch", "longest", "kind"),
+    [(1, 1, 20, Drawing), (3, 2, 20, Drawing), (3, 2, 7, Drawing), (3, 1, 2, Drawing), (3, 2, 20, Rarely)],
+    ids=["one worker", "three", "epochs that are cut off", "fewer batches than workers", "that rarely draw"],
+)
+def test_other_persistent_workers_begin_where_these_were(
+    count: int, prefetch: int, longest: int, kind: type[Drawing], is_asked: bool, tmp_path: Path
+) -> None:
+    """In later epochs their random states are not those of a seed; the iterator draws none there."""
+    log = tmp_path / "log"
+
+    def made() -> tuple[DataWorkers, Any]:
+        workers = DataWorkers(guard, is_asked)
+        options = {"num_workers": count, "prefetch_factor": prefetch, "persistent_workers": True}
+        loader: Any = DataLoader(kind(log), 2, shuffle=True, **options)
+        workers.watch([loader])
+        return workers, loader
+
+    def epochs(workers: DataWorkers, loader: Any, first: int, batches: int = 0, states: Any = None) -> Any:
+        """The batches of three epochs, and the states behind each."""
+        for epoch in range(first, 3):
+            workers.forget()
+            if states is not None:
+                assert workers.can_begin([loader], batches, states)
+                unseed = partial(torch.manual_seed, epoch) if epoch else nothing
+                workers.begin_at([loader], batches, states, nothing, unseed)
+            torch.manual_seed(epoch)
+            inner = iter(loader)
+            combined: Any = SimpleNamespace(flattened=[loader], _iterator=SimpleNamespace(iterators=[inner], _idx=0))
+            if batches and not lightning_data.skip(combined, batches):
+                for _ in range(batches):
+                    next(inner)
+            for number, batch in zip(range(batches + 1, longest + 1), inner, strict=False):
+                yield (epoch, number), batch.tolist(), workers.states([loader], number)
+            batches, states = 0, None
+
+    workers, loader = made()
+    run = [*epochs(workers, loader, 0)]
+    wanted = {place: batch for place, batch, _ in run}
+    at = {place: states for place, _, states in run}
+    workers.leave()
+    assert [place for place in at if place[0] > 0 and at[place] is None] == []
+    knows_first = any(states is not None for (epoch, _), states in at.items() if epoch == 0)
+    assert knows_first == (is_asked and longest > count)
+    for place in [(0, 5), (1, 1), (1, 6), (2, 2), (2, longest)]:
+        epoch, batches = place
+        if at.get(place) is None:
+            continue
+        workers, loader = made()
+        log.write_text("")
+        again = [*epochs(workers, loader, epoch, batches, at[place])]
+        later = [each for each in wanted if each > place]
+        assert [found for found, _, _ in again] == later
+        for found, batch, states in again:
+            assert batch == wanted[found], (place, found)
+            assert states is not None, "it need not look first"
+            assert torch.equal(states, at[found]), (place, found)
+        if longest == 20 and kind is Drawing:
+            assert len(log.read_text().splitlines()) == 2 * (len(later) + (0 if is_asked else batches))
+        workers.leave()
+
+
+def test_nothing_is_known_of_persistent_workers_that_a_look_at_the_data_has_begun() -> None:
+    workers = DataWorkers(guard, is_asked=False)
+    loader, other = (DataLoader(Drawing(), 2, num_workers=1, persistent_workers=True) for _ in range(2))
+    iter(loader)
+    workers.watch([loader])
+    workers.watch([other])
+    assert not workers.are_kept([loader])
+    assert workers.are_kept([other])
+    assert not workers.are_kept([other, other]), "nor of several loaders"
+    workers.leave()
+    assert not workers.are_kept([other])
+
+
+def test_states_of_persistent_workers_whose_dataset_remembers_are_those_of_the_epoch() -> None:
+    """They read again, where others would begin at the place."""
+    loader: Any = DataLoader(Numbers(TRACES["counts"]), 2, num_workers=2, persistent_workers=True)
+    workers = DataWorkers(guard)
+    workers.watch([loader])
+    for epoch in range(2):
+        workers.forget()
+        read(loader)
+        states = workers.states([loader], 12)
+        assert (states is None) == (epoch == 0)
+    assert states is not None
+    assert states[:, -1].all()
+
+
 def test_a_generator_of_another_kind_is_read_again() -> None:
     workers = DataWorkers(guard)
 
     def replace(worker: int) -> None:
         np.random.set_bit_generator(np.random.PCG64(1))
 
-    loader = DataLoader(Numbers(), 2, num_workers=1, worker_init_fn=replace)
-    workers.watch([loader])
-    read(loader)
-    assert workers.states([loader], 12) is None
+    for persist in (False, True):
+        loader = DataLoader(Numbers(), 2, num_workers=1, worker_init_fn=replace, persistent_workers=persist)
+        workers.watch([loader])
+        for _ in range(2):
+            workers.forget()
+            read(loader)
+            assert workers.states([loader], 12) is None
 
 
 def test_a_sampler_that_is_shorter_than_it_says() -> None:

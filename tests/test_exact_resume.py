@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import ConcatDataset, DataLoader, Subset, TensorDataset, WeightedRandomSampler
 
 from lightning_resilience.checkpoint import data_position
-from lightning_resilience.run.settings import READ_AGAIN_VARIABLE
+from lightning_resilience.run.settings import IF_CHANGED, READ_AGAIN_VARIABLE
 from tests.harness import result, run, samples, undisturbed
 
 
@@ -29,12 +29,14 @@ def some(cases: dict[str, Any], *long: str) -> list[Any]:
     ]
 
 
-def killed_and_resumed(tmp: Path, events: list[dict[str, Any]], **options: Any) -> tuple[Any, Any, str]:
+def killed_and_resumed(
+    tmp: Path, events: list[dict[str, Any]], environment: dict[str, str] | None = None, **options: Any
+) -> tuple[Any, Any, str]:
     """Runs the program until it gets through; every event happens once."""
     config = make(tmp, "disturbed", events=[{"once": True, "do": "SIGKILL", **event} for event in events], **options)
     output = ""
     for _ in range(len(events) + 2):
-        codes, output = run(config, tmp / "disturbed")
+        codes, output = run(config, tmp / "disturbed", environment=environment or {})
         if set(codes) == {0} and Path(config["out"]).exists():
             return result(config), samples(config), output
         assert -signal.SIGKILL in codes or set(codes) == {0} or 75 in codes, output
@@ -47,7 +49,7 @@ LOADERS = [
     {"data": "generator"},
     {"data": "iterable", "workers": 2},
     {"data": "stateful", "augment": False, "workers": 2},
-    {"data": "shuffle", "workers": 2, "persistent": True, "augment": False},
+    {"data": "shuffle", "workers": 2, "persistent": True},
 ]
 MORE_LOADERS = [
     {"data": "sequential"},
@@ -96,6 +98,38 @@ TRAINERS = {
 def test_what_the_trainer_does_beside(tmp_path: Path, options: dict[str, Any], step: int) -> None:
     events = [{"at": "train", "step": step}]
     assert killed_and_resumed(tmp_path, events, **options)[:2] == undisturbed(tmp_path, **options)
+
+
+PERSISTENT: dict[str, dict[str, Any]] = {
+    "as it is": {},
+    "epochs that are cut off": {"trainer": {"limit_train_batches": 9, "max_epochs": 5}},
+    "loaders made anew": {"data": "anew", "trainer": {"reload_dataloaders_every_n_epochs": 2, "max_epochs": 5}},
+    "hooks that draw": {"draws_at_start": True, "validation": True},
+    "two ranks": {"trainer": {"devices": 2}},
+}
+
+
+@pytest.mark.parametrize("again", ["always", IF_CHANGED])
+@pytest.mark.parametrize("options", PERSISTENT.values(), ids=PERSISTENT)
+@pytest.mark.slow
+def test_persistent_workers_that_draw(tmp_path: Path, options: dict[str, Any], again: str) -> None:
+    """Twice in an epoch, at its end, and at the begin of the next one."""
+    options = {"workers": 2, "persistent": True, "save_every": 1, **options}
+    events = [{"at": "train", "step": step} for step in (18, 21, 31, 32, 33, 37)]
+    found = killed_and_resumed(tmp_path, events, {READ_AGAIN_VARIABLE: again}, **options)
+    assert found[:2] == undisturbed(tmp_path, **options)
+
+
+@pytest.mark.parametrize("again", ["always", IF_CHANGED])
+@pytest.mark.slow
+def test_persistent_workers_go_back_with_the_training(tmp_path: Path, again: str) -> None:
+    """In one process, whose workers are those of a later place."""
+    options = {"workers": 2, "persistent": True, "keep": 8}
+    events = [{"at": "train", "step": 29, "do": "go_back", "until": 22, "once": True}]
+    config = make(tmp_path, "run", events=events, **options)
+    codes, text = run(config, tmp_path / "run", environment={READ_AGAIN_VARIABLE: again})
+    assert codes == [0], text
+    assert result(config)[0]["weights"] == undisturbed(tmp_path, **options)[0][0]["weights"]
 
 
 ON_RANKS: dict[str, dict[str, Any]] = {
@@ -235,6 +269,17 @@ def test_sharded_by_fsdp1(tmp_path: Path, options: dict[str, Any]) -> None:
             id="asked no more",
         ),
         pytest.param({"data": "shuffle", "workers": 2}, "if-changed", True, id="they draw random numbers"),
+        *(
+            pytest.param(
+                {"data": "shuffle", "workers": 2, "persistent": True}, again, skipped, id=f"they persist-{again}"
+            )
+            for again, skipped in [
+                ("always", False),
+                ("if-changed", True),
+                ("always, then if-changed", False),
+                ("if-changed, then always", True),
+            ]
+        ),
     ],
 )
 def test_batches_are_skipped_by_the_sampler_where_nothing_is_lost(

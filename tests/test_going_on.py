@@ -177,22 +177,40 @@ def test_newcomers_are_started_although_it_takes_the_others_long() -> None:
     assert run.started == [[1]]
 
 
-def test_a_newcomer_that_is_to_start_later_is_not_where_it_is_not_wanted_any_more() -> None:
-    ended, needed, restarted = Run(), Run(), Run()
-    for run in (ended, needed, restarted):
-        run.lose(1)
-    ended.policy.ask_to_stop()
-    needed.spares = {1}
-    needed.lose(2)
-    assert needed.started == []
-    needed.spares = {1, 2}
-    needed.lose(0)
-    restarted.lose(0, code=1)
-    restarted.lose(2)
-    for run in (ended, needed, restarted):
-        run.come_together()
-        run.step(deadlines.REPLACED_WITHIN_S / 2)
-        assert not run.started
+def test_a_newcomer_that_is_to_start_later_is_not_where_the_fit_is_over() -> None:
+    run = Run()
+    run.lose(1)
+    run.say(0, "done")
+    run.step()
+    run.step(deadlines.IMPORTS_STAND_STILL_FOR_S)
+    assert not run.started
+
+
+def test_who_is_needed_at_once_is_not_started_later_too() -> None:
+    run = Run(size=4)
+    run.lose(1)
+    run.spares = {1, 2}
+    run.lose(2)
+    assert run.started == [[1, 2]]
+    for rank in range(4):
+        run.say(rank, "ready")
+    run.step()
+    run.step(deadlines.IMPORTS_STAND_STILL_FOR_S)
+    assert run.started == [[1, 2]]
+
+
+def test_behind_a_restart_of_all_no_newcomer_is_started() -> None:
+    run = Run()
+    run.lose(1)
+    run.lose(0, code=1)
+    run.policy.ended(2, 1)
+    run.step()
+    assert run.started == [[0, 1, 2]]
+    for rank in range(3):
+        run.say(rank, "ready")
+    run.step()
+    run.step(deadlines.IMPORTS_STAND_STILL_FOR_S)
+    assert run.started == [[0, 1, 2]]
 
 
 def test_nobody_is_taken_in_before_ranks_have_come_together_and_trained() -> None:

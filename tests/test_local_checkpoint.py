@@ -178,7 +178,7 @@ EXACT: dict[str, dict[str, Any]] = {
     "accumulation": {"trainer": {"accumulate_grad_batches": 3, "max_epochs": 4}, "local": {"every_n_train_steps": 2}},
     "validation in the epoch": {"validation": True, "plateau": True, "trainer": {"val_check_interval": 4}},
     "workers": {"workers": 2},
-    "workers that persist": {"workers": 2, "persistent": True, "augment": False},
+    "workers that persist": {"workers": 2, "persistent": True},
     "manual optimization": {"manual": True},
     "a stream": {"data": "iterable", "workers": 2},
     "loaders that save their place": {"data": "stateful", "augment": False, "workers": 2},

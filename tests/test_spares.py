@@ -393,6 +393,7 @@ def test_a_spare_stands_still_while_ranks_go_back_to_their_fit_unless_it_is_need
         if is_needed:
             [said] = node.start()
             assert said["waited"]
+            assert still._is_open
         else:
             still.cancel()
         node.spare()

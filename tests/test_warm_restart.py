@@ -55,7 +55,7 @@ def start(launcher: Launcher, events: list[dict[str, Any]], **options: Any) -> t
 LOADERS: dict[str, dict[str, Any]] = {
     "no workers": {},
     "workers": {"workers": 2, "loader": {"prefetch_factor": 3, "pin_memory": True}},
-    "workers that persist": {"workers": 2, "persistent": True, "augment": False},
+    "workers that persist": {"workers": 2, "persistent": True},
     "workers of a fork server": {"workers": 1, "persistent": True, "loader": {"multiprocessing_context": "forkserver"}},
     "workers that are spawned": {"workers": 1, "persistent": True, "loader": {"multiprocessing_context": "spawn"}},
     "an iterable": {"data": "iterable"},

@@ -237,12 +237,30 @@ class BegunLater(_MultiProcessingDataLoaderIter):
         batches: How many come before, at most all.
         primed: Called when the sampler has given as many batches as it does before the first one is fetched: it may
             draw random numbers for each.
+        unseed: Called when the seed of the workers is drawn, and nothing else yet.
+        epoch_begins: Called at the begin of each epoch, before a batch is asked for, with how many were in the one
+            before: of persistent workers, which have read them.
     """
 
-    def __init__(self, loader: Any, batches: int, primed: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        loader: Any,
+        batches: int,
+        primed: Callable[[], None],
+        unseed: Callable[[], None] = lambda: None,
+        epoch_begins: Callable[[int], None] = lambda asked: None,
+    ) -> None:
         self._left_out, self._primed, self._given = batches, primed, 0
+        self._unseed, self._epoch_begins = unseed, epoch_begins
         super().__init__(loader)
         self._num_yielded, self._primed = batches, lambda: None
+
+    @override
+    def _reset(self, loader: Any, first_iter: bool = False) -> None:
+        if first_iter:
+            self._unseed()
+        self._asked: int | None = 0 if first_iter else self._send_idx
+        super()._reset(loader, first_iter)
 
     @override
     def _next_index(self) -> Any:
@@ -253,6 +271,9 @@ class BegunLater(_MultiProcessingDataLoaderIter):
 
     @override
     def _try_put_index(self) -> None:
+        if self._asked is not None:
+            self._epoch_begins(self._asked)
+            self._asked = None
         if batches := self._left_out:
             self._left_out = 0
             with suppress(StopIteration):  # its sampler has become shorter than it says

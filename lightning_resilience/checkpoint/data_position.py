@@ -150,11 +150,16 @@ def workers_have_own_samples(loaders: Iterable[Any]) -> bool:
     return any(isinstance(getattr(each, "dataset", None), IterableDataset) and each.num_workers > 0 for each in loaders)
 
 
-def inexact_loaders(loaders: Iterable[Any]) -> list[str]:
-    """Why a resume with these loaders is not exact, a sentence for each reason, naming what to change."""
+def inexact_loaders(loaders: Iterable[Any], are_kept: bool = False) -> list[str]:
+    """Why a resume with these loaders is not exact, a sentence for each reason, naming what to change.
+
+    Args:
+        loaders: The training data loaders.
+        are_kept: Whether the random states of persistent workers are known.
+    """
     reasons = []
     for index, loader in enumerate(loaders):
-        if _has_persistent_workers(loader):
+        if keeps_workers(loader) and not are_kept:
             reasons.append(
                 f"train data loader {index} keeps its workers over epochs (persistent_workers=True), and the state of "
                 "their random generators cannot be read: a resume after the first epoch is exact only if the dataset "
@@ -223,20 +228,21 @@ def _only_tensors(dataset: Any) -> bool:
     return type(dataset) is TensorDataset
 
 
-def _has_persistent_workers(loader: Any) -> bool:
+def keeps_workers(loader: Any) -> bool:
+    """Whether its workers live longer than an epoch."""
     return isinstance(loader, DataLoader) and loader.persistent_workers and loader.num_workers > 0
 
 
 def start_persistent_workers(loaders: Iterable[Any]) -> None:
     """Starts persistent workers, which draw their seed once, when they start."""
     for loader in loaders:
-        if _has_persistent_workers(loader):
+        if keeps_workers(loader):
             iter(loader)
 
 
 def persistent_workers_run(loaders: Iterable[Any]) -> bool:
     """Whether persistent workers have been started."""
-    return any(_has_persistent_workers(loader) and loader._iterator is not None for loader in loaders)
+    return any(keeps_workers(loader) and loader._iterator is not None for loader in loaders)
 
 
 def replay(fetch: Callable[[], Any], batches: int, rank: int = 0) -> None:

@@ -279,7 +279,9 @@ class AbsentRanks:
                     self._set_random_state(state["epoch"])
                     primed = partial(self._set_random_state, state["first_batch"] or now)
                     if state["fetched"] == done:  # else batches have another size
-                        self._workers.begin_at(loader.flattened, done, state["worker_states"], primed)
+                        begun = partial(self._set_random_state, state["epoch"])
+                        unseed = begun if state.get("workers_kept") else lambda: None
+                        self._workers.begin_at(loader.flattened, done, state["worker_states"], primed, unseed)
                     iter(loader)
                     primed()
                     self._fetch_again(loader, done)

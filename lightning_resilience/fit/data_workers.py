@@ -1,4 +1,4 @@
-"""Workers of training data loaders: guarded and, where that is asked, begun in mid-epoch as if they had read.
+"""Workers of training data loaders: guarded, and begun anew where those before them were.
 
 The place of a loader is that of its sampler, which is moved on in no time, and what its workers hold: the state of
 their random generators, and what a dataset of the user's remembers from one read to the next. So each worker leaves the
@@ -10,6 +10,9 @@ nothing but their index and random numbers, and the look is there to notice when
 
 What the first read changes is no trace: datasets open their files when they first need them, in each worker. Beside
 what each read draws it must draw no random numbers: new workers would draw them, too.
+
+*Persistent* workers live longer than an epoch, and their random states with them. Where nobody has asked for that, they
+begin with those that they had at the begin of the epoch, and read again.
 """
 
 from __future__ import annotations
@@ -26,7 +29,12 @@ from lightning.fabric.utilities.data import sized_len
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from lightning_resilience._lightning import lightning_data
-from lightning_resilience.checkpoint.data_position import RandomState, get_random_state, set_random_state
+from lightning_resilience.checkpoint.data_position import (
+    RandomState,
+    get_random_state,
+    persistent_workers_run,
+    set_random_state,
+)
 from lightning_resilience.checkpoint.reading_traces import outline
 from lightning_resilience.signals import WorkerGuard
 
@@ -45,7 +53,7 @@ class DataWorkers:
 
     Args:
         guard: Has workers of loaders neither end before this process nor outlive it.
-        is_asked: Whether they are watched.
+        is_asked: Whether they are begun in mid-epoch. Persistent ones are watched in any case.
     """
 
     def __init__(self, guard: Callable[[list[Any]], None], is_asked: bool = True) -> None:
@@ -57,24 +65,37 @@ class DataWorkers:
         """Guards the workers of these loaders, and has those of their next iterators look.
 
         Args:
-            loaders: What cannot be watched is left out. Some may be watched already.
+            loaders: What cannot be watched is left out, such as persistent workers that a look at the data has begun.
+                Some may be watched already.
         """
         self._guard(loaders)
-        for loader in loaders if self._is_asked else ():
-            if not _can_be_watched(loader) or loader in self._watched:
+        for loader in loaders:
+            if not _can_be_watched(loader) or loader in self._watched or persistent_workers_run([loader]):
+                continue
+            if not self._is_asked and not loader.persistent_workers:
                 continue
             guard = loader.worker_init_fn
-            watch = loader.collate_fn = _Watch(loader.collate_fn, guard.inner)
+            watch = loader.collate_fn = _Watch(loader.collate_fn, guard.inner, self._is_asked)
             guard.inner = watch.begin
             self._expect(loader)
 
     def forget(self) -> None:
         """The next iterators begin, with the epoch."""
         for loader in [*self._watched]:
-            self._expect(loader)
+            if not persistent_workers_run([loader]):
+                self._expect(loader)
+
+    def can_begin(self, loaders: list[Any], batches: int, states: torch.Tensor | None) -> bool:
+        """Whether :meth:`begin_at` does something."""
+        return self._place(loaders, batches, states) is not None
 
     def begin_at(
-        self, loaders: list[Any], batches: int, states: torch.Tensor | None, primed: Callable[[], None]
+        self,
+        loaders: list[Any],
+        batches: int,
+        states: torch.Tensor | None,
+        primed: Callable[[], None],
+        unseed: Callable[[], None] = lambda: None,
     ) -> None:
         """Has the workers of the next iterator begin behind so many batches, if they can; else they read again.
 
@@ -83,15 +104,23 @@ class DataWorkers:
             batches: How many.
             states: What :meth:`states` has given at that place.
             primed: Called when the sampler has given as many batches as it does before the first one is fetched.
+            unseed: Called when the iterator has drawn the seed of its workers, before it draws anything else.
         """
+        if (found := self._place(loaders, batches, states)) is not None:
+            self._expect(loaders[0], *found, primed, unseed)
+
+    def _place(self, loaders: list[Any], batches: int, states: torch.Tensor | None) -> tuple[int, torch.Tensor] | None:
+        """Behind how many batches new workers begin, and in which states; ``None`` if they would not be as good."""
         like = self.no_states(loaders)
-        if states is None or not len(like) or not 0 < batches <= (sized_len(loaders[0]) or 0):
-            return
+        if states is None or not len(like):
+            return None
         if states.shape != like.shape:
             if states.any():
-                return  # there are other workers, which would have drawn other numbers
+                return None  # there are other workers, which would have drawn other numbers
             states = like
-        self._expect(loaders[0], batches, states, primed)
+        at = 0 if states[:, -1].any() else batches
+        is_there = (at > 0 or loaders[0].persistent_workers) and at <= (sized_len(loaders[0]) or 0)
+        return (at, states) if is_there else None
 
     def _expect(
         self,
@@ -99,16 +128,18 @@ class DataWorkers:
         batches: int = 0,
         states: torch.Tensor | None = None,
         primed: Callable[[], None] = lambda: None,
+        unseed: Callable[[], None] = lambda: None,
     ) -> None:
         """Has the next iterator begin there. Later ones, of a validation or a look at the data, are not watched."""
 
         def make() -> Any:
             watch = loader.collate_fn
             if not isinstance(watch, _Watch):  # it was set since
-                return lightning_data.BegunLater(loader, 0, primed)
-            watch.memory = memory = _Memory(loader.num_workers, loader.prefetch_factor, batches, states)
+                return lightning_data.BegunLater(loader, 0, primed, unseed)
+            about = loader.num_workers, loader.prefetch_factor, loader.persistent_workers
+            watch.memory = memory = _Memory(*about, batches, states)
             try:
-                return lightning_data.BegunLater(loader, batches, primed)
+                return lightning_data.BegunLater(loader, batches, primed, unseed, memory.begin_epoch)
             finally:
                 watch.memory, self._watched[loader] = None, memory
 
@@ -123,18 +154,27 @@ class DataWorkers:
             batches: How many have been fetched.
 
         Returns:
-            Bytes of shape ``(workers, ...)``, zeros for those that have drawn no random number; ``None`` if it is not
-            known, or would not do.
+            Bytes of shape ``(workers, ...)``, zeros for those that have drawn no random number; the last one tells
+            whether it is that of persistent workers at the begin of the epoch. ``None`` if it is not known, or would
+            not do.
         """
         (loader,) = loaders if len(loaders) == 1 else (None,)
         memory = self._watched.get(loader) if isinstance(loader, DataLoader) else None
-        return None if memory is None else memory.states(batches)
+        if memory is None:
+            return None
+        here = memory.states(batches) if self._is_asked else None
+        return memory.at_epoch if here is None else here
+
+    def are_kept(self, loaders: Collection[Any]) -> bool:
+        """Whether the states of the persistent workers of these loaders can be known."""
+        (loader,) = loaders if len(loaders) == 1 else (None,)
+        return isinstance(loader, DataLoader) and loader in self._watched
 
     def no_states(self, loaders: Collection[Any]) -> torch.Tensor:
         """The same where none has drawn a number; of no workers if they are not watched."""
         (loader,) = loaders if len(loaders) == 1 else (None,)
         workers = loader.num_workers if isinstance(loader, DataLoader) and loader in self._watched else 0
-        return torch.zeros(workers, _STATE_SIZE, dtype=torch.uint8)
+        return torch.zeros(workers, _STATE_SIZE + 1, dtype=torch.uint8)
 
     def leave(self) -> None:
         """Has loaders be as they were; with what guards their workers the rest goes."""
@@ -151,12 +191,11 @@ def same_for_all(states: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def _can_be_watched(loader: Any) -> bool:
-    """Whether it has workers that begin anew with each iterator, and does not find its place by itself."""
+    """Whether it has workers, which all iterate as torch has it, and does not find its place by itself."""
     return (
         isinstance(loader, DataLoader)
         and isinstance(loader.worker_init_fn, WorkerGuard)
         and not isinstance(loader.dataset, IterableDataset)
-        and not loader.persistent_workers
         and not hasattr(loader, "load_state_dict")
         and lightning_data.makes_torchs_iterators(loader)
     )
@@ -171,19 +210,29 @@ class _Memory:
     Args:
         workers: How many.
         prefetch_factor: The loader's.
+        persist: Whether they live longer than an epoch. Then what they begin with is not that of new ones.
         batches: How many batches come before.
         states: See :meth:`DataWorkers.states`.
+
+    Attributes:
+        at_epoch: The states of persistent workers at the begin of the epoch; ``None`` in the first one, in which they
+            follow from the seed of the iterator, or if they are not known.
     """
 
-    def __init__(self, workers: int, prefetch_factor: int, batches: int, states: torch.Tensor | None) -> None:
+    def __init__(
+        self, workers: int, prefetch_factor: int, persist: bool, batches: int, states: torch.Tensor | None
+    ) -> None:
         self._workers, self._kept, self._before = workers, prefetch_factor + 2, batches
+        self.persist = persist
+        self.at_epoch = states if persist and batches == 0 else None
+        self._asked_before = np.zeros(workers, dtype=np.int64)  # in earlier epochs
         memory: Any = torch.zeros(workers * self._record.itemsize, dtype=torch.uint8)
         self._memory = memory.share_memory_()
         at = self._at(batches)
         self._records["done"][at] = self._done_by(batches)
         if states is not None:
             self._records["seen"] = _UNCHANGED
-            self._records["states"][at] = states.numpy()
+            self._records["states"][at] = states[:, :-1].numpy()
 
     @property
     def _record(self) -> np.dtype[Any]:
@@ -195,18 +244,35 @@ class _Memory:
         return self._memory.numpy().view(self._record)
 
     def _done_by(self, batches: int) -> Any:
-        """How many of so many batches each worker has read."""
-        return (batches - np.arange(self._workers) + self._workers - 1) // self._workers
+        """How many batches each worker has read when so many of this epoch were."""
+        of_epoch = (batches - np.arange(self._workers) + self._workers - 1) // self._workers
+        return self._asked_before + of_epoch
+
+    def begin_epoch(self, asked: int) -> None:
+        """Persistent workers begin an epoch; they have read all that they were asked for in the one before.
+
+        Args:
+            asked: How many batches that was.
+        """
+        if asked:
+            self._asked_before = self._done_by(asked)
+            self.at_epoch = self._states(0)
+            if self.at_epoch is not None:
+                self.at_epoch[:, -1] = 1
 
     def _at(self, batches: int) -> Any:
         """Where the states behind so many batches are."""
         return np.arange(self._workers), self._done_by(batches) % self._kept
 
     def states(self, batches: int) -> torch.Tensor | None:
-        """See :meth:`DataWorkers.states`."""
+        """See :meth:`DataWorkers.states`; ``None`` if there is more to them than random states."""
+        return self._states(batches) if (self._records["seen"] == _UNCHANGED).all() else None
+
+    def _states(self, batches: int) -> torch.Tensor | None:
         records, at = self._records, self._at(batches)
-        is_known = (records["seen"] == _UNCHANGED).all() and (records["done"][at] == self._done_by(batches)).all()
-        return torch.from_numpy(records["states"][at]) if is_known else None
+        if not (records["done"][at] == self._done_by(batches)).all():
+            return None
+        return torch.from_numpy(np.pad(records["states"][at], ((0, 0), (0, 1))))
 
     def begun(self, worker: int) -> tuple[int, bytes]:
         """Behind how many of its batches a worker begins, and in which state; empty if it has that already."""
@@ -233,13 +299,14 @@ class _Watch:
     Args:
         collate: The loader's own.
         init: Its own ``worker_init_fn``.
+        looks: Whether workers look for traces, too.
 
     Attributes:
         memory: Of the iterator that is being made, for its workers; ``None``: they need not look.
     """
 
-    def __init__(self, collate: Callable[[Any], Any], init: Callable[[int], None] | None) -> None:
-        self.collate, self.init = collate, init
+    def __init__(self, collate: Callable[[Any], Any], init: Callable[[int], None] | None, looks: bool) -> None:
+        self.collate, self.init, self._looks = collate, init, looks
         self.memory: _Memory | None = None
         self._worker: int | None = None
         self._done = 0
@@ -271,20 +338,28 @@ class _Watch:
         return batch
 
     def _look(self, memory: _Memory, worker: int) -> None:
+        state = _packed(get_random_state(_CPU))
+        is_first = self._outline is None
+        if self._looks and (not state or not self._is_unchanged()):
+            memory.give_up(worker)
+            self._looks, self._outline = False, None  # which keeps alive what it was made of
+            state = state if memory.persist else b""
+        if not state:
+            self.memory = None
+            return
+        self._done += 1
+        is_new = memory.persist or state != self._begun
+        memory.put(worker, self._done, state if is_new else b"", self._looks and not is_first)
+
+    def _is_unchanged(self) -> bool:
         info: Any = get_worker_info()
         try:
             now = outline(info.dataset, self.collate)
         except Exception:  # of an object that does not like to be looked at
             log.debug("A dataset cannot be looked at", exc_info=True)
-            now = None
-        is_first, self._outline = self._outline is None, self._outline or now
-        state = _packed(get_random_state(_CPU))
-        if now is None or now != self._outline or not state:
-            memory.give_up(worker)
-            self.memory = self._outline = None  # which keeps alive what it was made of
-            return
-        self._done += 1
-        memory.put(worker, self._done, state if state != self._begun else b"", not is_first)
+            return False
+        self._outline = self._outline or now
+        return now == self._outline
 
 
 def _packed(state: RandomState) -> bytes:

@@ -162,7 +162,7 @@ class FitSession:
         self._identity.check_settings(loaders)
         self.selector.settings_are_accepted()
         if self.fit.trainer.is_global_zero:
-            for reason in data_position.inexact_loaders(loaders):
+            for reason in data_position.inexact_loaders(loaders, self.exact.workers.are_kept(loaders)):
                 log.warning("A resume may not be exact: %s", reason)
         self.exact.begin_data(loaders, load_loader_states)
 

@@ -218,9 +218,7 @@ class Newcomers:
             for each in self.leaving.values()
         )
 
-    def look_after(
-        self, now: float, generation: int, next_restart: Callable[[], int | None], are_in_fit: bool
-    ) -> None:
+    def look_after(self, now: float, generation: int, next_restart: Callable[[], int | None], are_in_fit: bool) -> None:
         """Starts those again that were killed, and gives up those that will not come.
 
         Args:
