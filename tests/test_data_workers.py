@@ -557,6 +557,35 @@ def test_nothing_is_known_of_persistent_workers_that_a_look_at_the_data_has_begu
     assert not workers.are_kept([other])
 
 
+@pytest.mark.parametrize("place", [0, 5])
+def test_states_of_a_place_are_those_of_the_epoch_at_its_begin_only(place: int) -> None:
+    """They were asked for before, and are not any more."""
+    loader: Any = DataLoader(Drawing(), 2, num_workers=2, persistent_workers=True)
+
+    def run(is_asked: bool, epochs: int, states: Any = None) -> Any:
+        workers, found = DataWorkers(guard, is_asked), None
+        workers.watch([loader])
+        for epoch in range(epochs):
+            workers.forget()
+            if states is not None:
+                workers.begin_at([loader], place, states, nothing)
+            inner = iter(loader)
+            for number in range(place if states is not None else 0, 12):
+                if epoch == epochs - 1 and states is None and number == place:
+                    found = workers.states([loader], place)
+                next(inner)
+        found = workers.states([loader], 12) if states is not None else found
+        loader._iterator = None
+        workers.leave()
+        return found
+
+    asked = run(True, 3)
+    assert not asked[:, -1].any()
+    later = run(False, 1, asked)
+    assert bool(later[:, -1].any()) == (place == 0)
+    assert torch.equal(later[:, :-1], asked[:, :-1]) == (place == 0)
+
+
 def test_states_of_persistent_workers_whose_dataset_remembers_are_those_of_the_epoch() -> None:
     """They read again, where others would begin at the place."""
     loader: Any = DataLoader(Numbers(TRACES["counts"]), 2, num_workers=2, persistent_workers=True)

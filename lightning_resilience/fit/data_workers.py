@@ -162,7 +162,7 @@ class DataWorkers:
         memory = self._watched.get(loader) if isinstance(loader, DataLoader) else None
         if memory is None:
             return None
-        here = memory.states(batches) if self._is_asked else None
+        here = memory.states(batches) if self._is_asked or memory.at_epoch is None else None
         return memory.at_epoch if here is None else here
 
     def are_kept(self, loaders: Collection[Any]) -> bool:
@@ -224,7 +224,7 @@ class _Memory:
     ) -> None:
         self._workers, self._kept, self._before = workers, prefetch_factor + 2, batches
         self.persist = persist
-        self.at_epoch = states if persist and batches == 0 else None
+        self.at_epoch = _of_epoch(states) if persist and batches == 0 else None
         self._asked_before = np.zeros(workers, dtype=np.int64)  # in earlier epochs
         memory: Any = torch.zeros(workers * self._record.itemsize, dtype=torch.uint8)
         self._memory = memory.share_memory_()
@@ -256,9 +256,7 @@ class _Memory:
         """
         if asked:
             self._asked_before = self._done_by(asked)
-            self.at_epoch = self._states(0)
-            if self.at_epoch is not None:
-                self.at_epoch[:, -1] = 1
+            self.at_epoch = _of_epoch(self._states(0))
 
     def _at(self, batches: int) -> Any:
         """Where the states behind so many batches are."""
@@ -272,7 +270,9 @@ class _Memory:
         records, at = self._records, self._at(batches)
         if not (records["done"][at] == self._done_by(batches)).all():
             return None
-        return torch.from_numpy(np.pad(records["states"][at], ((0, 0), (0, 1))))
+        found = np.zeros((self._workers, _STATE_SIZE + 1), dtype=np.uint8)
+        found[:, :-1] = records["states"][at]
+        return torch.from_numpy(found)
 
     def begun(self, worker: int) -> tuple[int, bytes]:
         """Behind how many of its batches a worker begins, and in which state; empty if it has that already."""
@@ -291,6 +291,11 @@ class _Memory:
     def give_up(self, worker: int) -> None:
         """A worker has changed."""
         self._records["seen"][worker] = _CHANGED
+
+
+def _of_epoch(states: torch.Tensor | None) -> torch.Tensor | None:
+    """The same, known for those at the begin of an epoch."""
+    return None if states is None else torch.cat([states[:, :-1], torch.ones_like(states[:, -1:])], dim=1)
 
 
 class _Watch:
