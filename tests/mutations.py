@@ -1416,25 +1416,18 @@ GUARDS = [
         "tests/test_data_workers.py::test_nothing_is_known_of_persistent_workers_that_a_look_at_the_data_has_begun",
     ),
     Guard(
-        "persistent workers: a resumed epoch was begun as before",
-        "fit/exact_state.py",
-        "            self._workers_kept = kept\n",
-        "",
-        "tests/test_exact_resume.py::test_persistent_workers_that_draw",
-    ),
-    Guard(
-        "persistent workers: whether they were there is saved",
-        "fit/exact_state.py",
-        'mine["epoch"], mine.get("workers_kept", later)',
-        'mine["epoch"], later',
-        "tests/test_exact_resume.py::test_persistent_workers_that_draw",
-    ),
-    Guard(
         "persistent workers: a dataset that remembers does not stop their states",
         "fit/data_workers.py",
         '            state = state if memory.persist else b""\n',
         '            state = b""\n',
         "tests/test_data_workers.py::test_states_of_persistent_workers_whose_dataset_remembers_are_those_of_the_epoch",
+    ),
+    Guard(
+        "persistent workers: in a later epoch they draw no seed",
+        "fit/exact_state.py",
+        "partial(self.set_random_state, begun) if persist else lambda: None",
+        "(lambda: None)",
+        "tests/test_exact_resume.py::test_persistent_workers_that_draw",
     ),
     Guard(
         "elastic: who connects to a store that is closed leaves it",

@@ -82,8 +82,6 @@ class ExactState:
         self._recorder: GradientArrivalRecorder | None = None
         self._first_batch_random_state: data_position.RandomState | None = None
         self._epoch_random_state: data_position.RandomState | None = None
-        self._workers_kept = False
-        """Whether persistent data workers were there before the epoch, which has drawn no seed of theirs."""
         self._fetches_ahead = False
         self._before_fetch: data_position.RandomState | None = None
         self._epoch_begun: tuple[Any, Any] = (None, None)
@@ -216,7 +214,6 @@ class ExactState:
             "kept": self._kept(),
             "loader_states": None if final else lightning_data.loader_states(self.fit.trainer),
             "worker_states": None if final else self.worker_states,
-            "workers_kept": self._workers_kept,
             "metrics": now["metrics"],
             "reload_epochs": lightning_data.reload_epochs(self.fit.trainer),
             "searched": lightning_callbacks.found_by_searches(self.fit.trainer),
@@ -399,20 +396,18 @@ class ExactState:
     def _begin_where_it_was(self, loaders: list[Any], mine: dict[str, Any]) -> None:
         """Has the loaders of the resumed epoch begin as they did, and data workers where those before them were."""
         assert self.resumed is not None
-        keep = any(map(data_position.keeps_workers, loaders))
-        later = self.resumed["epoch"] > 0 and keep
-        begun, kept = mine["now"], later
-        if mine["epoch"] is not None:
-            begun, kept = mine["epoch"], mine.get("workers_kept", later)
+        begun = mine["epoch"] or mine["now"]
+        # They had drawn their seed in an earlier epoch.
+        persist = self.resumed["epoch"] > 0 and any(map(data_position.keeps_workers, loaders))
         is_same_size = self.resumed["batch_sizes"] == data_position.batch_sizes(loaders)
         where = loaders, mine["fetched"], mine["worker_states"]
         goes_on = mine["loader_states"] is None and is_same_size and not lightning_data.fetches_itself(self.fit.module)
         goes_on = goes_on and self.workers.can_begin(*where)
         if mine["loader_states"] is not None:
             lightning_data.load_loader_states(self.fit.trainer, mine["loader_states"])
-        elif kept and not goes_on:
+        elif persist and not goes_on:
             data_position.start_persistent_workers(loaders)
-            if keep and self.workers.are_kept(loaders) and self.fit.rank == 0:
+            if self.workers.are_kept(loaders) and self.fit.rank == 0:
                 log.warning(
                     "The random states of the persistent data workers are not known: this resume is exact only if the "
                     "dataset draws no random numbers."
@@ -421,14 +416,12 @@ class ExactState:
         self.note_epoch()
         if goes_on:
             primed = partial(self.set_random_state, mine["first_batch"] or mine["now"])
-            unseed = partial(self.set_random_state, begun) if kept else lambda: None
+            unseed = partial(self.set_random_state, begun) if persist else lambda: None
             self.workers.begin_at(*where, primed, unseed)
-            self._workers_kept = kept
 
     def note_epoch(self) -> None:
         """Called before the iterator of an epoch is made."""
         self._epoch_random_state = self.get_random_state()
-        self._workers_kept = data_position.persistent_workers_run(lightning_data.train_loaders(self.fit.trainer))
         self.workers.forget()
 
     def start(self, is_first: bool) -> None:
