@@ -815,6 +815,7 @@ def main(config: dict[str, Any]) -> None:
         keep = {"num_workers": 1, "persistent_workers": True} if config["persistent_validation"] else {}
         val = DataLoader(Data(BATCH * 3 * world_size, False), BATCH, **keep) if config["validation"] else None
         train = loader(config, world_size, trainer.global_rank)
+        val = train if config["validation"] == "same loader" else val
         trainer.fit(module, *([] if train is None else [train]), val_dataloaders=val, ckpt_path=config["ckpt_path"])
         do(config, "after", fit, trainer.global_rank)
         if config["digests"]:

@@ -557,6 +557,39 @@ def test_nothing_is_known_of_persistent_workers_that_a_look_at_the_data_has_begu
     assert not workers.are_kept([other])
 
 
+def test_a_persistent_worker_that_has_read_nothing_yet_has_a_state() -> None:
+    """It was seeded in the first epoch, and others would be in a later one."""
+
+    class Growing(SequentialSampler):
+        length = 2
+
+        def __iter__(self) -> Any:
+            return iter(range(self.length))
+
+        def __len__(self) -> int:
+            return self.length
+
+    def made() -> tuple[DataWorkers, Any]:
+        workers, options = DataWorkers(guard, is_asked=False), {"num_workers": 2, "persistent_workers": True}
+        loader: Any = DataLoader(Drawing(), 2, sampler=Growing(range(40)), **options)
+        workers.watch([loader])
+        return workers, loader
+
+    workers, loader = made()
+    torch.manual_seed(1)
+    assert len(read(loader)) == 1
+    loader.sampler.length = 12
+    inner = iter(loader)
+    wanted = [next(inner).tolist()]
+    states = workers.states([loader], 1)
+    wanted += [each.tolist() for each in inner]
+    workers, loader = made()
+    loader.sampler.length = 12
+    torch.manual_seed(2)
+    workers.begin_at([loader], 1, states, nothing)
+    assert [each.tolist() for each in read(loader)] == wanted
+
+
 @pytest.mark.parametrize("place", [0, 5])
 def test_states_of_a_place_are_those_of_the_epoch_at_its_begin_only(place: int) -> None:
     """They were asked for before, and are not any more."""

@@ -105,6 +105,7 @@ PERSISTENT: dict[str, dict[str, Any]] = {
     "epochs that are cut off": {"trainer": {"limit_train_batches": 9, "max_epochs": 5}},
     "loaders made anew": {"data": "anew", "trainer": {"reload_dataloaders_every_n_epochs": 2, "max_epochs": 5}},
     "hooks that draw": {"draws_at_start": True, "validation": True},
+    "a loader that validates, too": {"validation": "same loader", "trainer": {"num_sanity_val_steps": 0}},
     "two ranks": {"trainer": {"devices": 2}},
 }
 
@@ -117,6 +118,20 @@ def test_persistent_workers_that_draw(tmp_path: Path, options: dict[str, Any], a
     options = {"workers": 2, "persistent": True, "save_every": 1, **options}
     events = [{"at": "train", "step": step} for step in (18, 21, 31, 32, 33, 37)]
     found = killed_and_resumed(tmp_path, events, {READ_AGAIN_VARIABLE: again}, **options)
+    assert found[:2] == undisturbed(tmp_path, **options)
+
+
+@pytest.mark.parametrize("again", ["always", IF_CHANGED])
+@pytest.mark.slow
+def test_persistent_workers_that_were_started_in_a_later_epoch(tmp_path: Path, again: str) -> None:
+    """By a fit that began with a checkpoint of Lightning's own: there they had drawn their seed."""
+    options: dict[str, Any] = {"workers": 2, "persistent": True, "keeps_nothing": True}
+    saves = {"dirpath": str(tmp_path), "filename": "own", "save_on_train_epoch_end": True}
+    first = make(tmp_path, "first", callbacks=[], model_checkpoint=saves, trainer={"max_epochs": 2}, **options)
+    assert run(first, tmp_path / "first")[0] == [0]
+    options |= {"ckpt_path": str(tmp_path / "own.ckpt"), "trainer": {"max_epochs": 5}, "save_every": 1}
+    found = killed_and_resumed(tmp_path, [{"at": "train", "step": 39}], {READ_AGAIN_VARIABLE: again}, **options)
+    assert "Resuming from step" in found[2]
     assert found[:2] == undisturbed(tmp_path, **options)
 
 

@@ -199,6 +199,25 @@ def test_who_is_needed_at_once_is_not_started_later_too() -> None:
     assert run.started == [[1, 2]]
 
 
+def test_who_leaves_with_its_node_is_started_with_that_only() -> None:
+    run = Run(size=4)
+    for rank in range(4):
+        run.say(rank, "ready")
+    run.policy.ask_to_leave([2, 3])
+    run.step()
+    run.step(deadlines.STOP_REACHES_ALL_WITHIN_S - 0.1)
+    run.lose(3)
+    for rank in (0, 1, 2):
+        run.say(rank, "ready")
+    run.step()
+    run.step()
+    assert run.dismissed == [[2, 3]]
+    run.away = set()  # there is a node again
+    for _ in range(100):
+        run.step(0.1)
+    assert run.started == [[2, 3]], "once"
+
+
 def test_behind_a_restart_of_all_no_newcomer_is_started() -> None:
     run = Run()
     run.lose(1)

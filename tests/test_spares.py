@@ -386,6 +386,7 @@ def test_a_spare_stands_still_while_ranks_go_back_to_their_fit_unless_it_is_need
     still = node.workers._standstill
     node.start()
     for is_needed in (False, True):
+        still.end(0)  # it says that it is in its fit
         still.begin(0)
         wait_until(lambda: 0 in node.workers.spares)
         time.sleep(1.0)
@@ -395,7 +396,8 @@ def test_a_spare_stands_still_while_ranks_go_back_to_their_fit_unless_it_is_need
             assert said["waited"]
             assert still._is_open
         else:
-            still.cancel()
+            still.wait_for(7)
+            still.end(7)
         node.spare()
         os.kill(node.spare(), signal.SIGKILL)
         assert not node.start()[0]["waited"]

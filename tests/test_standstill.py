@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -69,7 +70,7 @@ def still(monkeypatch: pytest.MonkeyPatch) -> Iterator[Standstill]:
     monkeypatch.setattr(standstill, "IMPORTS_GO_ON_AFTER_S", 0.0)
     still = Standstill()
     yield still
-    still.cancel()
+    still.wait_for(-1)
     os.close(still.gate)
 
 
@@ -100,9 +101,11 @@ def test_imports_go_on_where_somebody_waits_for_them_or_it_takes_long(
 ) -> None:
     still.begin(0)
     assert process.told("colorsys").stands_still()
-    still.cancel()
-    still.cancel()
+    still.wait_for(7)
     assert process.does("colorsys")
+    still.begin(0)
+    assert process.told("pty").does("pty"), "still"
+    still.end(7)
     monkeypatch.setattr(standstill, "IMPORTS_STAND_STILL_FOR_S", 0.3)
     still.begin(0)
     assert process.told("sched").does("sched")
@@ -128,12 +131,20 @@ def test_imports_go_on_without_their_launcher(still: Standstill, process: Import
 def test_a_launcher_that_is_stopped_is_not_waited_for_long(still: Standstill, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(standstill, "OPENED_WITHIN_S", 0.01)
     before = list(sys.meta_path)
-    monkeypatch.delitem(sys.modules, "colorsys", raising=False)
     still.begin(0)
     standstill.mind(os.dup(still.gate))
+    # The first finder behind it must be asked as well.
+    finder = MagicMock(find_spec=lambda name, path=None, target=None: asked.append(name))
+    asked: list[str] = []
+    monkeypatch.setattr(sys, "meta_path", [sys.meta_path[0], finder, *before])
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module("there_is_none")
+    assert asked == ["there_is_none"]
+    monkeypatch.setattr(standstill, "OPENED_WITHIN_S", 1000.0)
+    monkeypatch.delitem(sys.modules, "colorsys", raising=False)
     importlib.import_module("colorsys")
-    assert sys.meta_path == before
     standstill.leave()
+    assert sys.meta_path == [finder, *before]
 
 
 RANK = """
@@ -160,8 +171,8 @@ class Recorded:
     def end(self, rank: int) -> None:
         self.happened.append(("end", rank))
 
-    def cancel(self) -> None:
-        self.happened.append("cancel")
+    def wait_for(self, rank: int) -> None:
+        self.happened.append(("wait for", rank))
 
 
 def test_a_launcher_has_imports_stand_still_as_long_as_nobody_waits_for_them(still: Standstill, tmp_path: Path) -> None:
@@ -190,16 +201,19 @@ def test_a_launcher_has_imports_stand_still_as_long_as_nobody_waits_for_them(sti
 
     try:
         assert not start(0), "of those that start together none waits"
-        assert recorded.happened == ["cancel"]
+        assert recorded.happened == [("wait for", 0)]
         assert is_told(0, "say", "ready") == [("end", 0)]
         assert is_told(0, "replace", "left") == [("begin", 0)]
         assert is_told(0, "say", "ready") == [("end", 0)]
         recorded.happened.clear()
         assert start(1, **{JOINS_VARIABLE: "1"}), "a newcomer that the others do not wait for"
         assert recorded.happened == []
-        assert is_told(1, "replace", "left") == ["cancel"], "they do wait for it"
+        assert is_told(1, "replace", "left") == [("wait for", 1)], "they do wait for it"
         assert is_told(1, "say", "waiting") == [("end", 1)]
         assert is_told(1, "replace", "refused") == [("begin", 1), ("end", 1)]
+        recorded.happened.clear()
+        workers.ended(0)
+        assert recorded.happened == [("end", 0)]
     finally:
         for process in started:
             process.kill()

@@ -234,9 +234,9 @@ def keeps_workers(loader: Any) -> bool:
 
 
 def start_persistent_workers(loaders: Iterable[Any]) -> None:
-    """Starts persistent workers, which draw their seed once, when they start."""
+    """Starts persistent workers, which draw their seed once, when they start; those that run go on."""
     for loader in loaders:
-        if keeps_workers(loader):
+        if keeps_workers(loader) and loader._iterator is None:
             iter(loader)
 
 

@@ -34,7 +34,7 @@ from lightning_resilience._lightning import (
 )
 from lightning_resilience._lightning.lightning_micro_batches import MicroBatch, TrainingData
 from lightning_resilience._lightning.lightning_patches import Patches
-from lightning_resilience.checkpoint.data_position import RandomState, after_seeds, keeps_workers, seeds_drawn
+from lightning_resilience.checkpoint.data_position import RandomState, after_seeds, seeds_drawn
 from lightning_resilience.fit.data_workers import DataWorkers
 
 if TYPE_CHECKING:
@@ -280,8 +280,7 @@ class AbsentRanks:
                     primed = partial(self._set_random_state, state["first_batch"] or now)
                     if state["fetched"] == done:  # else batches have another size
                         begun = partial(self._set_random_state, state["epoch"])
-                        persist = self._trainer.current_epoch > 0 and any(map(keeps_workers, loader.flattened))
-                        unseed = begun if persist else lambda: None
+                        unseed = begun if state.get("workers_kept") else lambda: None
                         self._workers.begin_at(loader.flattened, done, state["worker_states"], primed, unseed)
                     iter(loader)
                     primed()

@@ -231,7 +231,8 @@ class _Memory:
         at = self._at(batches)
         self._records["done"][at] = self._done_by(batches)
         if states is not None:
-            self._records["seen"] = _UNCHANGED
+            if not states[:, -1].any():
+                self._records["seen"] = _UNCHANGED
             self._records["states"][at] = states[:, :-1].numpy()
 
     @property
@@ -334,6 +335,8 @@ class _Watch:
         self._done, state = self.memory.begun(worker)
         if state:
             set_random_state(_unpacked(state), _CPU)
+        if self.memory.persist:  # in a later epoch others would begin with another seed
+            self.memory.put(worker, self._done, state or self._begun, False)
 
     def __call__(self, samples: Any) -> Any:
         """The loader's ``collate_fn``."""

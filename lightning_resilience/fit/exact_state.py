@@ -82,6 +82,8 @@ class ExactState:
         self._recorder: GradientArrivalRecorder | None = None
         self._first_batch_random_state: data_position.RandomState | None = None
         self._epoch_random_state: data_position.RandomState | None = None
+        self._workers_kept = False
+        """Whether persistent data workers were there before the epoch, which has drawn no seed of theirs then."""
         self._fetches_ahead = False
         self._before_fetch: data_position.RandomState | None = None
         self._epoch_begun: tuple[Any, Any] = (None, None)
@@ -214,6 +216,7 @@ class ExactState:
             "kept": self._kept(),
             "loader_states": None if final else lightning_data.loader_states(self.fit.trainer),
             "worker_states": None if final else self.worker_states,
+            "workers_kept": self._workers_kept,
             "metrics": now["metrics"],
             "reload_epochs": lightning_data.reload_epochs(self.fit.trainer),
             "searched": lightning_callbacks.found_by_searches(self.fit.trainer),
@@ -397,31 +400,40 @@ class ExactState:
         """Has the loaders of the resumed epoch begin as they did, and data workers where those before them were."""
         assert self.resumed is not None
         begun = mine["epoch"] or mine["now"]
-        # They had drawn their seed in an earlier epoch.
-        persist = self.resumed["epoch"] > 0 and any(map(data_position.keeps_workers, loaders))
+        kept = self.resumed["epoch"] > 0 and any(map(data_position.keeps_workers, loaders))
+        if mine["epoch"] is not None:
+            kept = mine.get("workers_kept", kept)
         is_same_size = self.resumed["batch_sizes"] == data_position.batch_sizes(loaders)
         where = loaders, mine["fetched"], mine["worker_states"]
         goes_on = mine["loader_states"] is None and is_same_size and not lightning_data.fetches_itself(self.fit.module)
         goes_on = goes_on and self.workers.can_begin(*where)
         if mine["loader_states"] is not None:
             lightning_data.load_loader_states(self.fit.trainer, mine["loader_states"])
-        elif persist and not goes_on:
+        elif kept and not goes_on:
             data_position.start_persistent_workers(loaders)
-            if self.workers.are_kept(loaders) and self.fit.rank == 0:
+        if kept and not self.resumed["final"] and self.fit.rank == 0:
+            if not goes_on:
                 log.warning(
-                    "The random states of the persistent data workers are not known: this resume is exact only if the "
-                    "dataset draws no random numbers."
+                    "Persistent data workers begin with other random states than those before them had: this resume is "
+                    "exact only if the dataset draws no random numbers."
+                )
+            elif mine["worker_states"][:, -1].any():
+                log.info(
+                    "Persistent data workers begin with the random states of this epoch. What the dataset has kept in "
+                    "them from earlier epochs, such as a generator of its own, is not there."
                 )
         self.set_random_state(begun)
         self.note_epoch()
         if goes_on:
             primed = partial(self.set_random_state, mine["first_batch"] or mine["now"])
-            unseed = partial(self.set_random_state, begun) if persist else lambda: None
+            unseed = partial(self.set_random_state, begun) if kept else lambda: None
             self.workers.begin_at(*where, primed, unseed)
+            self._workers_kept = kept
 
     def note_epoch(self) -> None:
         """Called before the iterator of an epoch is made."""
         self._epoch_random_state = self.get_random_state()
+        self._workers_kept = data_position.persistent_workers_run(lightning_data.train_loaders(self.fit.trainer))
         self.workers.forget()
 
     def start(self, is_first: bool) -> None:

@@ -360,6 +360,7 @@ class LossPolicy:
         left = self._in_whole_groups(slot for slot in self.members if slot not in leaving)
         if self._why_not_without(left) is not None:  # fewer are left than when they were asked
             return self.ask_to_stop()
+        self._newcomers.later -= leaving
         self._newcomers.end(now, [each for slot, each in self._newcomers.coming.items() if slot in leaving])
         log_line(f"The node of {named(leaving)} was told to stop: going on with {self._count(left)}.")
         if len(left) < len(self.members):

@@ -220,7 +220,7 @@ class Workers:
                 worker = Worker(args, env, RECORDS if self.makes_spares else PLAIN, gate, stdout, stderr)
                 self._listen(rank, worker)
             if worker.imports and JOINS_VARIABLE not in env:
-                self._standstill.cancel()  # the others wait for it
+                self._standstill.wait_for(rank)
             worker.start = self._start
             self._workers[rank] = worker
         return worker.process
@@ -237,6 +237,8 @@ class Workers:
             workers = [self._workers.pop(rank) for rank in ranks]
             for worker in workers:
                 worker.channel.close()
+            for rank in ranks:
+                self._standstill.end(rank)
             if any(each.is_warm and each.start not in have_trained for each in workers):
                 self.make_no_more("workers that were spares have ended before they trained")
 
@@ -251,7 +253,7 @@ class Workers:
         worker = self._workers[rank]
         worker.channel.send(kind, **fields)
         if kind == "replace" and worker.imports:
-            self._standstill.cancel()  # the others wait for it
+            self._standstill.wait_for(rank)
         elif kind == "replace":
             self._standstill.begin(rank)
 

@@ -31,6 +31,7 @@ class Standstill:
     def __init__(self) -> None:
         self.gate, self._opens = os.pipe()
         self._ranks: set[int] = set()
+        self._awaited: set[int] = set()
         self._is_open = True
         self._timer: threading.Timer | None = None
         self._lock = threading.Lock()
@@ -39,22 +40,26 @@ class Standstill:
     def begin(self, rank: int) -> None:
         """A rank goes back to its fit; imports stand still until all of them are there, but not for long."""
         with self._lock:
+            if self._awaited:
+                return
             self._ranks.add(rank)
             if self._is_open:
                 self._is_open = not os.read(self.gate, 1)
             self._end_in(IMPORTS_STAND_STILL_FOR_S)
 
     def end(self, rank: int) -> None:
-        """It is there, and about to make its first step."""
+        """It is there, and about to make its first step; or it has ended."""
         with self._lock:
+            self._awaited.discard(rank)
             if rank in self._ranks:
                 self._ranks.remove(rank)
                 if not self._ranks:
                     self._end_in(IMPORTS_GO_ON_AFTER_S)
 
-    def cancel(self) -> None:
-        """Imports go on: somebody waits for them."""
+    def wait_for(self, rank: int) -> None:
+        """The others wait for this one, which imports; nothing stands still until it is there."""
         with self._lock:
+            self._awaited.add(rank)
             self._cancel()
 
     def _end_in(self, seconds: float) -> None:
@@ -85,6 +90,7 @@ class _Stop:
 
     def __init__(self, gate: int) -> None:
         self._gate = gate
+        self._is_minded = True
         self._poll = select.poll()
         self._poll.register(gate, select.POLLIN)
 
@@ -96,8 +102,8 @@ class _Stop:
             path: Where its package lies.
             target: Unused.
         """
-        if not self._poll.poll(OPENED_WITHIN_S * 1000):
-            self.leave()  # the launcher was stopped
+        if self._is_minded and not self._poll.poll(OPENED_WITHIN_S * 1000):
+            self._is_minded = False  # the launcher was stopped; who is asked meanwhile stays in the list
 
     def leave(self) -> None:
         """Waits no more."""
