@@ -164,7 +164,7 @@ class Simulation:
         self.attempt = attempt
         self.deadlines = deadlines
         self.long_end = long_end
-        self.lasts_s = 2 * (ANSWER_TIMEOUT + ARRIVAL_TIMEOUT) + long_end  # a fit at most
+        self.lasts_s = 2.5 * (ANSWER_TIMEOUT + ARRIVAL_TIMEOUT) + long_end  # a fit at most
         self.ends_late = seed // 2 % 2  # a rank that each has
         self.finished_at: dict[int, float] = {}
         self.told_at: dict[int, float] = {}

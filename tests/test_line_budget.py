@@ -24,8 +24,8 @@ BUDGET = {
     "detect/numerics": 800,
     "detect/stragglers": 370,
     "elastic": 519,
-    "fit": 7455,
-    "launch": 9253,
+    "fit": 7469,
+    "launch": 9262,
     "launch/schedulers": 508,
     "run": 3212,
 }
