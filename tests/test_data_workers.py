@@ -538,7 +538,8 @@ def test_other_persistent_workers_begin_where_these_were(
         for found, batch, states in again:
             assert batch == wanted[found], (place, found)
             assert states is not None, "it need not look first"
-            assert torch.equal(states, at[found]), (place, found)
+            if longest > count:  # else it depends on how far they have read ahead whether all have looked twice
+                assert torch.equal(states, at[found]), (place, found)
         if longest == 20 and kind is Drawing:
             assert len(log.read_text().splitlines()) == 2 * (len(later) + (0 if is_asked else batches))
         workers.leave()
