@@ -42,7 +42,7 @@ from lightning_resilience.detect.hangs import watchdog
 from lightning_resilience.elastic import group, nccl, stuck
 from lightning_resilience.elastic.group import DefaultGroup
 from lightning_resilience.fit import reentry
-from lightning_resilience.launch import elastic, membership, park
+from lightning_resilience.launch import elastic, membership, park, standstill
 from lightning_resilience.launch.channel import Channel, Message
 from lightning_resilience.launch.elastic import Supervisor
 from lightning_resilience.launch.loss_policy import LossPolicy
@@ -161,7 +161,12 @@ def test_the_ranks_of_a_generation_are_numbered_by_its_members(
     line = Membership(theirs, generation=3)
     assert line.is_at_door
     ours.send("replace", generation=4, port=4, lost={}, members=[0, 2, 3])
+    reads, writes = os.pipe()
+    before = list(sys.meta_path)
+    standstill.mind(reads)
     replacement = line.await_admission()
+    os.close(writes)
+    assert sys.meta_path == before, "the others wait for it from here on"
     assert (said := ours.receive()) is not None
     assert (said.fields["state"], said.fields["generation"]) == ("waiting", 3)
     assert replacement is not None

@@ -275,6 +275,7 @@ said = {
     "pid": os.getpid(),
     "waited": _processes.waited() > 0,
     "imported": "wave" in sys.modules,
+    "stands": any(type(each).__name__ == "_Stop" for each in sys.meta_path),
     "frozen": gc.get_freeze_count() > 0 and park.has_frozen,
     "versions": versions.cache_info().currsize,
     "read": sum(each.size for reader in ledger._readers.values() for each in reader._files.values()),
@@ -363,6 +364,7 @@ def test_a_spare_takes_the_place_of_its_worker_and_is_as_if_just_started(node: N
     (run / "ledger" / "a.jsonl").write_text('{"event": "saved", "time": 1.0}\n')
     [first] = node.start(**{RUN_DIR_VARIABLE: str(run)})
     assert not first["waited"]
+    assert not first["stands"]
     spare = psutil.Process(node.spare())
     assert spare.cmdline() == psutil.Process(first["pid"]).cmdline()
     assert int(Path(f"/proc/{spare.pid}/oom_score_adj").read_text()) > int(first["oom"])

@@ -411,7 +411,8 @@ class ExactState:
             lightning_data.load_loader_states(self.fit.trainer, mine["loader_states"])
         elif kept and not goes_on:
             data_position.start_persistent_workers(loaders)
-        if kept and not self.resumed["final"] and self.fit.rank == 0:
+        is_said = any(map(data_position.keeps_workers, loaders)) and not self.workers.are_kept(loaders)  # at each start
+        if kept and not is_said and not self.resumed["final"] and self.fit.rank == 0:
             if not goes_on:
                 log.warning(
                     "Persistent data workers begin with other random states than those before them had: this resume is "
