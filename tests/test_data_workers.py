@@ -31,7 +31,7 @@ from torch.utils.data import (
 
 from lightning_resilience import AutoResume
 from lightning_resilience._lightning import lightning_data
-from lightning_resilience.fit.data_workers import DataWorkers, same_for_all
+from lightning_resilience.fit.data_workers import DataWorkers, _Memory, same_for_all
 from lightning_resilience.run.settings import IF_CHANGED, READ_AGAIN_VARIABLE
 from lightning_resilience.signals import WorkerGuard
 from tests.harness import QUIET
@@ -632,6 +632,9 @@ def test_states_of_persistent_workers_whose_dataset_remembers_are_those_of_the_e
         assert (states is None) == (epoch == 0)
     assert states is not None
     assert states[:, -1].all()
+    resumed = _Memory(2, 2, True, 0, states)
+    assert resumed.at_epoch is not None
+    assert resumed.states(0) is None, "nobody has looked at the dataset"
 
 
 def test_a_generator_of_another_kind_is_read_again() -> None:
