@@ -566,14 +566,25 @@ class Member:
         yield from self._fail_last(reason if posted is None else posted.decode())
 
     def _fail_last(self, reason: str) -> Watching[None]:
-        """A store may die with the process of the relay, so the others get a few polls to read the reason before.
-
-        That a rank is gone, all that it leaves notice for themselves: then they need no reason.
-        """
-        until = self._clock() + self._linger
-        while self._index == 0 and not reason.startswith(_PEER_IS_LOST) and self._clock() < until:
-            yield Sleep(self._pace.shortest)
+        """Who owns a store leaves last, so that the others get to know the reason before it is gone."""
+        if self._index == 0 and not reason.startswith(_PEER_IS_LOST):
+            yield from _wait_until_told(len(self._ranks), self._clock)
         self._fail(reason)
+        if self._index:
+            yield Add("told", 1)
+
+
+def _wait_until_told(
+    watchers: int, clock: Callable[[], float], at: Callable[[Any], Any] = lambda each: each
+) -> Watching[None]:
+    """Until all others that look at a store know why this one fails; at most for a few polls, as they may be gone.
+
+    That a rank is gone, all that it leaves notice for themselves: then nobody needs to wait.
+    """
+    pace = _Pace(watchers, clock)
+    until = clock() + 3 * pace.longest
+    while (yield at(Add("told", 0))) < watchers - 1 and clock() < until:
+        yield Sleep(pace.shortest)
 
 
 _ALTHOUGH = "although a rank has finished already"
@@ -683,13 +694,14 @@ class Relay:
         self._meetings = {"done": _Meeting("finish", math.inf)}
         self._past: dict[str, str] = {}  # by kind: the meeting before
         self._finished = False  # a rank has, as is known here and above
-        self._failed = self._ends = False
+        self._failure: str | None = None
+        self._ends = False
         self._lead = _Lead(self, clock, answer_timeout) if index == 0 else None
 
     def watch(self) -> Watching[None]:
         """What it does, from the start to the agreed end or a failure."""
         try:
-            while not self._failed and not self._ends:
+            while self._failure is None and not self._ends:
                 if (news := (yield Add("news", 0))) != self._news_here:
                     self._news_here = news
                     yield from self._pass_on_events()
@@ -697,17 +709,21 @@ class Relay:
                     yield from self._pass_on_failure()
                 if self._lead is not None:
                     yield from self._lead.look()
-                if self._clock() >= self._look_at and not self._failed:
+                if self._clock() >= self._look_at and self._failure is None:
                     yield from self._look_above()
                     self._look_at = self._clock() + self._above.pause()
-                if not self._failed and not self._ends:
+                if self._failure is None and not self._ends:
                     yield Sleep(min(self._here.pause(), max(0.0, self._look_at - self._clock())))
             if self._ends:
                 yield from self._leave()
-            elif self._lead is not None:
+            elif self._lead is None:
+                yield Above(Add("told", 1))
+            else:
                 yield from self._lead.look()  # what it has failed for
+                if not (self._failure or "").startswith(_PEER_IS_LOST):
+                    yield from _wait_until_told(len(self._nodes), self._clock, Above)
         except Exception as error:  # nearly always, the store of the job is gone
-            if self._ends:
+            if self._ends or self._failure is not None:  # of which this node has been told
                 return
             first_line = (str(error).splitlines() or [""])[0]
             yield from _post(
@@ -757,10 +773,10 @@ class Relay:
 
     def _pass_on_failure(self) -> Watching[None]:
         if (reason := (yield Get("abort"))) is not None:
-            self._failed = True
+            self._failure = reason.decode()
             published = yield Above(Get("status"))  # by far most of those who fail do so because another one has
             if published is None or json.loads(published)["abort"] is None:
-                yield from self._say("abort", reason.decode())
+                yield from self._say("abort", self._failure)
 
     # ---- what concerns them
 
@@ -776,7 +792,7 @@ class Relay:
         status = json.loads(published)
         self._stir()
         if status["abort"] is not None:
-            self._failed = True
+            self._failure = status["abort"]
             yield from _post("abort", status["abort"])
             return
         for name, position in status["answers"].values():
@@ -832,7 +848,7 @@ class Relay:
             if meeting.asked is not None:
                 if now - meeting.asked > _linger(self._nodes, self._clock) + 1.0:
                     yield from self._follow()
-                    if name in self._meetings and not self._failed:
+                    if name in self._meetings and self._failure is None:
                         nodes = yield from _missing(name, len(self._nodes), Above)
                         yield from self._give_up([rank for node in nodes for rank in self._nodes[node]], meeting)
                     return

@@ -748,14 +748,48 @@ def test_the_largest_position_is_found_and_so_is_who_is_missing(size: int, silen
     assert store.num_keys() == 0
 
 
-@pytest.mark.parametrize("first", [0, 1])
-def test_where_a_rank_is_gone_the_owner_of_the_store_waits_for_nobody(first: int) -> None:
-    for peer_is_lost in (True, False):
+@pytest.mark.parametrize("peer_is_lost", [True, False])
+def test_the_owner_of_a_store_leaves_once_the_others_know_why(peer_is_lost: bool) -> None:
+    """Where a rank is gone, the others notice for themselves."""
+    for first in (0, 1):
         ranks, watches, _ = two_and_a_relay(LocalStore())
         ranks[first].abort("it is not to be had", peer_is_lost)
         watches[first].pause()
         watches[0].pause()
-        assert ranks[0].over == peer_is_lost, "else it leaves the others time to read why"
+        assert ranks[0].over == (peer_is_lost or first == 1)
+        watches[1].pause()
+        watches[0].pause()
+        assert ranks[0].over
+
+
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("peer_is_lost", [True, False])
+def test_the_owner_of_the_store_of_the_job_leaves_once_the_other_nodes_know_why(peer_is_lost: bool, first: int) -> None:
+    now, nodes = [0.0], [[0], [1]]
+    limits = (lambda: now[0], ANSWER_TIMEOUT, ARRIVAL_TIMEOUT)
+    members = [Member(nodes, node, 0, *limits) for node in range(2)]
+    relays = [Relay(nodes, node, *limits) for node in range(2)]
+    watches = []
+    for member, relay in zip(members, relays, strict=True):
+        here = LocalStore()
+        watches.append([ByHand(each.watch(), here) for each in (member, relay)])
+        watches[-1][1].above = watches[0][1].above
+
+    def turn(node: int) -> None:
+        now[0] += 0.01  # within the few polls that it waits
+        for each in watches[node] * 2:
+            each.pause()
+
+    members[first].abort("it is not to be had", peer_is_lost)
+    turn(first)
+    turn(0)
+    assert relays[0].over == (peer_is_lost or first == 1)
+    turn(1)
+    turn(0)
+    assert all(each.over for each in (*members, *relays))
+    for member in members:
+        with pytest.raises(PeerLost, match="it is not to be had"):
+            member.ended()
 
 
 def test_what_several_ranks_ask_for_is_one_event() -> None:
