@@ -110,7 +110,7 @@ class Agreement:
         self._lock = threading.Lock()
         self._moved = threading.Condition(self._lock)
         self._wake = threading.Event()
-        self._stopped = False
+        self._stopped = self._is_over = False
         self._watcher = threading.Thread(target=self._watch, name="agreement-watcher", daemon=True)
         self._watcher.start()
         # A daemon thread that returns from C++ while the interpreter shuts down aborts the process.
@@ -197,7 +197,7 @@ class Agreement:
             self._member.abort(reason, peer_is_lost)
         self._wake.set()
         with self._moved:
-            self._moved.wait_for(lambda: self._is_over() or self._stopped, self._STORE_PATIENCE_S)
+            self._moved.wait_for(lambda: self._is_over or self._stopped, self._STORE_PATIENCE_S)
         self.stop()
 
     def close(self, waiting: Callable[[], None] = lambda: None) -> tuple[Event, ...]:
@@ -222,7 +222,7 @@ class Agreement:
 
         def ended() -> tuple[Event, ...] | None:
             waiting()
-            return self._member.ended() if self._is_over() else None
+            return self._member.ended() if self._is_over else None
 
         try:
             return self._wait(ended)
@@ -250,18 +250,17 @@ class Agreement:
                     )
             return result
 
-    def _is_over(self) -> bool:
-        return self._member.over and (self._relay is None or self._relay.over)
-
     def _watch(self) -> None:
         try:
             self._stores.open()
             self._drive()
         except Exception as error:
             log.debug("The agreement's watcher ended", exc_info=True)
-            with self._moved:
+            with self._lock:
                 self._member.lose_touch(error)
-                self._moved.notify_all()
+        with self._moved:
+            self._is_over = True
+            self._moved.notify_all()
 
     def _drive(self) -> None:
         """Takes turns with all watchers of this rank, until each has ended."""

@@ -34,6 +34,7 @@ of interleavings.
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import json
 import math
@@ -150,7 +151,7 @@ class Append:
 
 @dataclass(frozen=True)
 class Replace:
-    """Sets a key if its value is still ``known``; returns whether it was."""
+    """Sets a key if its value is still ``known``, or if it is missing and that is empty; returns whether it was."""
 
     key: str
     known: str
@@ -232,8 +233,12 @@ class LocalStore:
         self._values[key] = self._values.get(key, b"") + value.encode()
 
     def compare_set(self, key: str, expected: str, value: str) -> bytes:
-        """Sets ``key`` if its value is ``expected``; returns the new value, ``expected`` if the key is missing."""
-        if self._values.get(key) == expected.encode():
+        """Sets ``key`` if its value is ``expected``, or if it is missing and that is empty.
+
+        Returns:
+            The new value, ``expected`` if the key is missing.
+        """
+        if self._values.get(key, b"") == expected.encode():
             self._values[key] = value.encode()
         return self._values.get(key, expected.encode())
 
@@ -269,6 +274,14 @@ def _post(key: str, value: str) -> Watching[None]:
     """Sets a key of the node's store, and has its watchers look."""
     yield Set(key, value)
     yield Add("news", 1)
+
+
+def _post_failure(reason: str) -> Watching[str]:
+    """Says to the node why its ranks fail. Returns what counts: the first reason that was given."""
+    if (yield Replace("abort", "", reason)):
+        yield Add("news", 1)
+        return reason
+    return (yield Get("abort")).decode()  # type: ignore[no-any-return]
 
 
 def _meet(
@@ -472,6 +485,8 @@ class Member:
                 yield Sleep(self._pace.pause())
         if self._end_agreed:
             yield Add("left", 1)
+        elif self._index:
+            yield Add("told", 1)
         self.over = True
 
     def _post_event(self, description: str) -> Watching[None]:
@@ -560,18 +575,14 @@ class Member:
 
     def _give_up(self, reason: str) -> Watching[None]:
         """Fails, and makes every other rank fail for the same reason. The first reason is the one that counts."""
-        posted = yield Get("abort")
-        if posted is None:
-            yield from _post("abort", reason)
-        yield from self._fail_last(reason if posted is None else posted.decode())
+        yield from self._fail_last((yield from _post_failure(reason)))
 
     def _fail_last(self, reason: str) -> Watching[None]:
         """Who owns a store leaves last, so that the others get to know the reason before it is gone."""
-        if self._index == 0 and not reason.startswith(_PEER_IS_LOST):
-            yield from _wait_until_told(len(self._ranks), self._clock)
+        if self._index == 0 and self._failure is None and not reason.startswith(_PEER_IS_LOST):
+            with contextlib.suppress(Exception):  # the store has gone before
+                yield from _wait_until_told(len(self._ranks), self._clock)
         self._fail(reason)
-        if self._index:
-            yield Add("told", 1)
 
 
 def _wait_until_told(
@@ -726,10 +737,9 @@ class Relay:
             if self._ends or self._failure is not None:  # of which this node has been told
                 return
             first_line = (str(error).splitlines() or [""])[0]
-            yield from _post(
-                "abort",
+            yield from _post_failure(
                 f"ranks {_brief(self._ranks)} lost touch with the others ({type(error).__name__}: {first_line}), as "
-                "happens when the process that owns the store they share has ended or its node can't be reached",
+                "happens when the process that owns the store they share has ended or its node can't be reached"
             )
         finally:
             self.over = True
@@ -793,7 +803,7 @@ class Relay:
         self._stir()
         if status["abort"] is not None:
             self._failure = status["abort"]
-            yield from _post("abort", status["abort"])
+            yield from _post_failure(status["abort"])
             return
         for name, position in status["answers"].values():
             meeting = self._meetings.get(name)
@@ -864,8 +874,7 @@ class Relay:
             yield from self._give_up([self._ranks[each] for each in missing], meeting)
 
     def _give_up(self, ranks: Sequence[int], meeting: _Meeting) -> Watching[None]:
-        if (yield Get("abort")) is None:
-            yield from _post("abort", _blame(ranks, meeting.what, meeting.timeout))
+        yield from _post_failure(_blame(ranks, meeting.what, meeting.timeout))
         yield from self._pass_on_failure()
 
     def _leave(self) -> Watching[None]:

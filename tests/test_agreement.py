@@ -21,6 +21,7 @@ from lightning_resilience.agreement_protocol import (
     FINISHED,
     START,
     Event,
+    LocalStore,
     Needs,
     PeerLost,
     end_of_evaluation,
@@ -29,6 +30,7 @@ from lightning_resilience.agreement_protocol import (
 )
 from tests import agreement_worker
 from tests.harness import CONTEXT
+from tests.test_agreement_simulation import Prefixed
 
 WORLD_SIZE = 4
 SOON = {"answer_timeout": timedelta(seconds=0.5), "arrival_timeout": timedelta(seconds=0.5)}
@@ -274,7 +276,7 @@ class MuteStore:
     def clone(self) -> MuteStore:
         return self
 
-    def compare_set(self, key: str, expected: str, value: str) -> bytes:
+    def add(self, key: str, amount: int) -> int:
         self.answers.wait()
         raise ConnectionError("Connection reset by peer")
 
@@ -290,6 +292,28 @@ def test_a_mute_store_hangs_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     agreement.abort("the store is mute")
     mute.answers.set()
     agreement._watcher.join(10)
+
+
+class ClosingStore(LocalStore):
+    """A store whose owner ends when this rank has finished."""
+
+    def clone(self) -> ClosingStore:
+        return self
+
+
+def test_a_store_that_closes_keeps_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the two watchers of the first rank one notices, and no other one has then to be waited for."""
+    monkeypatch.setattr(Agreement, "_STORE_PATIENCE_S", 0.2)
+    finished = threading.Event()
+    monkeypatch.setattr(
+        "torch.distributed.distributed_c10d.PrefixStore",
+        lambda prefix, store: Prefixed(store, finished.is_set, f"{prefix}/"),
+    )
+    agreement = Agreement(0, 2, ClosingStore(), "closes", **SOON)  # type: ignore[arg-type]
+    finish = agreement._member.finish
+    monkeypatch.setattr(agreement._member, "finish", lambda: (finish(), finished.set()))
+    with pytest.raises(PeerLost, match=r"lost touch .*Broken pipe"):
+        agreement.close()
 
 
 def test_a_listener_that_raises_does_not_stop_the_watcher(caplog: pytest.LogCaptureFixture) -> None:

@@ -676,6 +676,7 @@ class ByHand:
             result = self.wanted.operation.apply(self.above)
         elif self.wanted is not None and not isinstance(self.wanted, Sleep | Announce):
             result = self.wanted.apply(self.here)
+        self.wanted = None  # where it ends
         self.wanted = self.watch.send(result)
 
     def run_until(self, wanted: Callable[[Any], bool]) -> None:
@@ -760,6 +761,65 @@ def test_the_owner_of_a_store_leaves_once_the_others_know_why(peer_is_lost: bool
         watches[1].pause()
         watches[0].pause()
         assert ranks[0].over
+
+
+def three(clock: Callable[[], float] = lambda: 0.0) -> tuple[list[Member], list[ByHand]]:
+    """The ranks of one node, which have looked once."""
+    store = LocalStore()
+    ranks = [Member([[0, 1, 2]], 0, rank, clock, ANSWER_TIMEOUT, ARRIVAL_TIMEOUT) for rank in range(3)]
+    watches = [ByHand(rank.watch(), store) for rank in ranks]
+    for watch in watches:
+        watch.pause()
+    return ranks, watches
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_who_raises_counts_as_one_of_those_that_know_why(first: int) -> None:
+    ranks, watches = three()
+    ranks[first].abort("it is not to be had", False)
+    for rank in (first, 1, 0):
+        watches[rank].pause()
+    assert not ranks[0].over  # rank 2 does not know yet
+    for rank in (2, 0):
+        watches[rank].pause()
+    assert ranks[0].over
+
+
+def test_the_owner_of_a_store_waits_for_those_that_are_gone_but_once() -> None:
+    now = [0.0]
+    ranks, watches = three(lambda: now[0])
+    ranks[0].abort("it is not to be had", False)
+    watches[0].pause()
+    assert not ranks[0].over
+    now[0] += 1.0
+    watches[0].pause()
+    assert ranks[0].over
+
+
+def test_of_several_reasons_the_first_counts() -> None:
+    ranks, watches = three()
+    ranks[1].abort("out of memory", False)
+    ranks[2].abort("connection closed by peer", True)
+    for rank in (1, 2):
+        watches[rank].run_until(lambda wanted: getattr(wanted, "key", "") == "abort" and not isinstance(wanted, Get))
+    for rank in (1, 2, 0):
+        watches[rank].pause()
+    watches[0].pause()
+    for each in ranks:
+        with pytest.raises(PeerLost, match="out of memory"):
+            each.ended()
+
+
+def test_a_reason_outlives_the_store() -> None:
+    ranks, watches = three()
+    ranks[0].abort("out of memory", False)
+    watches[0].run_until(lambda wanted: wanted == Add("told", 0))
+    with suppress(ConnectionError):
+        watches[0].watch.throw(ConnectionError("Broken pipe"))
+        watches[0].watch.throw(ConnectionError("Broken pipe"))
+    ranks[0].lose_touch(ConnectionError("Broken pipe"))
+    with pytest.raises(PeerLost, match="out of memory"):
+        ranks[0].ended()
 
 
 @pytest.mark.parametrize("first", [0, 1])

@@ -14,7 +14,7 @@ from pathlib import Path
 PACKAGE = Path(__file__).parents[1] / "lightning_resilience"
 
 BUDGET = {
-    ".": 3210,
+    ".": 3212,
     "_lightning": 1949,
     "callbacks": 576,
     "checkpoint": 5115,
