@@ -288,6 +288,14 @@ class Drawing(Dataset[float]):
         return index + drawn + torch.randn(1).item()
 
 
+class ReadsItsSeed(Drawing):
+    """Makes a generator for each sample, as augmentations do."""
+
+    def __getitem__(self, index: int) -> float:
+        info: Any = get_worker_info()
+        return super().__getitem__(index) + random.Random(info.seed + index).random()
+
+
 class Rarely(Drawing):
     """Draws for one sample of an epoch: most workers have drawn nothing for a while."""
 
@@ -484,8 +492,15 @@ def test_other_workers_begin_at_a_place_only_if_they_are_as_good() -> None:
 @pytest.mark.parametrize("is_asked", [True, False], ids=["if-changed", "always"])
 @pytest.mark.parametrize(
     ("count", "prefetch", "longest", "kind"),
-    [(1, 1, 20, Drawing), (3, 2, 20, Drawing), (3, 2, 7, Drawing), (3, 1, 2, Drawing), (3, 2, 20, Rarely)],
-    ids=["one worker", "three", "epochs that are cut off", "fewer batches than workers", "that rarely draw"],
+    [
+        (1, 1, 20, Drawing),
+        (3, 2, 20, Drawing),
+        (3, 2, 7, Drawing),
+        (3, 1, 2, Drawing),
+        (3, 2, 20, Rarely),
+        (3, 2, 20, ReadsItsSeed),
+    ],
+    ids=["one worker", "three", "epochs that are cut off", "fewer batches than workers", "rarely draw", "read a seed"],
 )
 def test_other_persistent_workers_begin_where_these_were(
     count: int, prefetch: int, longest: int, kind: type[Drawing], is_asked: bool, tmp_path: Path

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, get_worker_info
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 from typing_extensions import override
 
@@ -283,6 +283,11 @@ class BegunLater(_MultiProcessingDataLoaderIter):
                 next(self._worker_queue_idx_cycle)
             self._send_idx = self._rcvd_idx = batches
         super()._try_put_index()
+
+
+def set_seed_of_worker(seed: int) -> None:
+    """In a worker of a loader: what ``get_worker_info().seed`` gives from here on."""
+    object.__setattr__(get_worker_info(), "seed", seed)  # which it refuses itself
 
 
 class SampleIds:

@@ -41,9 +41,10 @@ from lightning_resilience.signals import WorkerGuard
 log = logging.getLogger(__name__)
 
 _CPU = torch.device("cpu")
+_SEED = struct.Struct("<Q")  # of the worker, as datasets may read it
 _TWISTER = struct.Struct("<625I")  # the words of a Mersenne twister and its position: Python's, NumPy's
 _GAUSS = struct.Struct("<d?d?")  # the second normal numbers of both, and whether there are any
-_STATE_SIZE = 2 * _TWISTER.size + _GAUSS.size + torch.default_generator.get_state().numel()
+_STATE_SIZE = _SEED.size + 2 * _TWISTER.size + _GAUSS.size + torch.default_generator.get_state().numel()
 _UNCHANGED, _CHANGED = 1, 2
 """What a worker has seen; 0: it has not looked twice."""
 
@@ -336,6 +337,8 @@ class _Watch:
         if state:
             set_random_state(_unpacked(state), _CPU)
         if self.memory.persist:  # in a later epoch others would begin with another seed
+            if state:
+                lightning_data.set_seed_of_worker(*_SEED.unpack_from(state))
             self.memory.put(worker, self._done, state or self._begun, False)
 
     def __call__(self, samples: Any) -> Any:
@@ -371,12 +374,13 @@ class _Watch:
 
 
 def _packed(state: RandomState) -> bytes:
-    """A random state as it is kept; empty if NumPy's generator was replaced."""
+    """A random state of this worker as it is kept; empty if NumPy's generator was replaced."""
     (_, words, python_gauss), numpy = state["python"], state["numpy"]
     if numpy["bit_generator"] != "MT19937":
         return b""
     return b"".join(
         (
+            _SEED.pack(get_worker_info().seed),  # type: ignore[union-attr]
             _TWISTER.pack(*words),
             _TWISTER.pack(*numpy["state"]["key"].tolist(), numpy["state"]["pos"]),
             _GAUSS.pack(python_gauss or 0.0, python_gauss is not None, numpy["gauss"], bool(numpy["has_gauss"])),
@@ -386,8 +390,9 @@ def _packed(state: RandomState) -> bytes:
 
 
 def _unpacked(packed: bytes) -> RandomState:
-    python, (*key, pos) = _TWISTER.unpack_from(packed), _TWISTER.unpack_from(packed, _TWISTER.size)
-    at = 2 * _TWISTER.size
+    at = _SEED.size + _TWISTER.size
+    python, (*key, pos) = _TWISTER.unpack_from(packed, _SEED.size), _TWISTER.unpack_from(packed, at)
+    at += _TWISTER.size
     python_gauss, has_python_gauss, gauss, has_gauss = _GAUSS.unpack_from(packed, at)
     return {
         "python": (3, python, python_gauss if has_python_gauss else None),
