@@ -186,7 +186,7 @@ class Agreement:
     def abort(self, reason: str, peer_is_lost: bool = False) -> None:
         """Tells every rank that this one raises, and stops. All others get a :class:`PeerLost` that names the reason.
 
-        Never raises, and returns after a few seconds even if the store does not answer.
+        Never raises, and returns within 20 s even if the store does not answer.
 
         Args:
             reason: Why.
