@@ -1397,8 +1397,8 @@ GUARDS = [
     Guard(
         "persistent workers: new ones have the seed of those before them",
         "fit/data_workers.py",
-        "                lightning_data.set_seed_of_worker(*_SEED.unpack_from(state))",
-        "                pass",
+        "            lightning_data.set_seed_of_worker(*_SEED.unpack_from(state))\n",
+        "",
         "tests/test_data_workers.py::test_other_persistent_workers_begin_where_these_were",
     ),
     Guard(

@@ -810,6 +810,22 @@ def test_of_several_reasons_the_first_counts() -> None:
             each.ended()
 
 
+@pytest.mark.parametrize("is_gone", [True, False], ids=["the store of the job is gone", "another node has failed"])
+def test_what_a_relay_hears_does_not_replace_the_reason_of_its_node(is_gone: bool) -> None:
+    nodes, store = [[0], [1]], LocalStore()
+    member = Member(nodes, 1, 0, lambda: 0.0, ANSWER_TIMEOUT, ARRIVAL_TIMEOUT)
+    relay = ByHand(Relay(nodes, 1, lambda: 0.0, ANSWER_TIMEOUT, ARRIVAL_TIMEOUT).watch(), store)
+    relay.run_until(lambda wanted: wanted == Above(Get("status")))
+    member.abort("out of memory", False)
+    ByHand(member.watch(), store).pause()  # which the relay has not seen yet
+    if is_gone:
+        relay.wanted = relay.watch.throw(ConnectionError("Broken pipe"))
+    else:
+        relay.above.set("status", json.dumps({"abort": "rank 0 stopped: a mistake"}))
+    relay.pause()
+    assert b"out of memory" in (Get("abort").apply(relay.here) or b"")
+
+
 def test_a_reason_outlives_the_store() -> None:
     ranks, watches = three()
     ranks[0].abort("out of memory", False)

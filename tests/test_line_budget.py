@@ -24,7 +24,7 @@ BUDGET = {
     "detect/numerics": 800,
     "detect/stragglers": 370,
     "elastic": 519,
-    "fit": 7475,
+    "fit": 7474,
     "launch": 9262,
     "launch/schedulers": 508,
     "run": 3212,

@@ -336,9 +336,8 @@ class _Watch:
         self._done, state = self.memory.begun(worker)
         if state:
             set_random_state(_unpacked(state), _CPU)
+            lightning_data.set_seed_of_worker(*_SEED.unpack_from(state))
         if self.memory.persist:  # in a later epoch others would begin with another seed
-            if state:
-                lightning_data.set_seed_of_worker(*_SEED.unpack_from(state))
             self.memory.put(worker, self._done, state or self._begun, False)
 
     def __call__(self, samples: Any) -> Any:
