@@ -110,6 +110,7 @@ class Fit:
 
     member: Member
     relay: Relay | None = None
+    watchers: int = 0  # that have not ended; they share a thread, so an error of one ends both
     requested: list[int] = field(default_factory=list)
     announced: list[int] = field(default_factory=list)
     acted: list[tuple[int, Position]] = field(default_factory=list)
@@ -258,7 +259,7 @@ class Simulation:
         self.gone.add(rank)
 
     def is_over(self, fit: Fit) -> bool:
-        return fit.member.over and (fit.relay is None or fit.relay.over)
+        return fit.watchers == 0
 
     def run_fit(self, rank: int, number: int) -> Steps:
         prefix = "" if self.mistakes.stale_keys else f"{self.attempt}/{number}/"
@@ -273,6 +274,7 @@ class Simulation:
         above = Prefixed(self.store, lambda: self.rank_0_owns_store and 0 in self.gone, f"{prefix}above/")
         for watch in (member.watch(), fit.relay and fit.relay.watch()):
             if watch is not None:
+                fit.watchers += 1
                 self.actors.append(Actor(rank, self.watch(rank, fit, watch, here, above)))
         self.actors.append(Actor(rank, self.ask(rank, fit)))
         self.saves_begin(rank, number, fit)
@@ -351,13 +353,15 @@ class Simulation:
     def watch(self, rank: int, fit: Fit, watch: Any, here: Prefixed, above: Prefixed) -> Steps:
         result, failure = None, None
         self.woken[rank][watch] = False
-        while True:
+        while fit.watchers:
             self.moved[rank] = True
             try:
                 wanted = watch.send(result) if failure is None else watch.throw(failure)
             except StopIteration:
+                fit.watchers -= 1
                 return
             except ConnectionError as error:
+                fit.watchers = 0
                 fit.member.lose_touch(error)
                 self.moved[rank] = True
                 return
