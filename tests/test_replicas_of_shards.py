@@ -179,7 +179,13 @@ def run_that_loses(
     [
         pytest.param(3, 3, {"sharded": "own mesh", **LOCAL}, id="3 groups"),
         pytest.param(2, 3, {"sharded": "own mesh"}, id="2 groups, global checkpoints"),
-        pytest.param(2, 1, {"sharded": "hybrid", **LOCAL}, id="2 groups with the same samples, that of rank 0"),
+        pytest.param(
+            2,
+            1,
+            {"sharded": "hybrid", **LOCAL},
+            id="2 groups with the same samples, that of rank 0",
+            marks=pytest.mark.campaign,
+        ),
     ],
 )
 @pytest.mark.slow
@@ -212,7 +218,14 @@ LAST_BOUNDARY: dict[str, Any] = {
 @pytest.mark.parametrize(
     ("groups", "lost", "late", "options"),
     [
-        pytest.param(2, [(3, "train", 13)], [], {"sharded": "own mesh", "batch_norm": True}, id="2 groups"),
+        pytest.param(
+            2,
+            [(3, "train", 13)],
+            [],
+            {"sharded": "own mesh", "batch_norm": True},
+            id="2 groups",
+            marks=pytest.mark.campaign,
+        ),
         pytest.param(
             3,
             [(1, "train", 13), (2, "train", 16)],
@@ -314,7 +327,7 @@ def assert_went_on(
 @pytest.mark.parametrize(
     ("signum", "options"),
     [
-        pytest.param(signal.SIGKILL, {"save_every": 5}, id="killed, global checkpoints"),
+        pytest.param(signal.SIGKILL, {"save_every": 5}, id="killed, global checkpoints", marks=pytest.mark.campaign),
         pytest.param(signal.SIGKILL, LAST_BOUNDARY, id="killed, copies on other nodes"),
         pytest.param(signal.SIGTERM, LAST_BOUNDARY, id="told to stop"),
         pytest.param(signal.SIGKILL, {"save_every": 5, "sharded": "hybrid"}, id="killed, sizes that Lightning chooses"),
@@ -355,10 +368,10 @@ def test_the_groups_of_other_nodes_train_on_while_a_node_is_away_and_take_its_gr
 @pytest.mark.parametrize(
     ("nodes", "groups", "lost", "options"),
     [
-        pytest.param(2, 2, 3, {}, id="a group on each of 2 nodes"),
+        pytest.param(2, 2, 3, {}, id="a group on each of 2 nodes", marks=pytest.mark.campaign),
         pytest.param(2, 2, 0, {"batch_norm": True}, id="a group on each of 2 nodes, rank 0"),
         pytest.param(3, 3, 2, {"seeded_apart": True}, id="a group on each of 3 nodes"),
-        pytest.param(2, 2, 1, {"sharded": "hybrid"}, id="groups with the same samples"),
+        pytest.param(2, 2, 1, {"sharded": "hybrid"}, id="groups with the same samples", marks=pytest.mark.campaign),
         pytest.param(
             2, 4, 3, {"trainer": {"max_epochs": 6}}, id="2 groups on each of 2 nodes", marks=pytest.mark.campaign
         ),

@@ -62,6 +62,11 @@ class DataWorkers:
         # Weak: an epoch may create new loaders. Of each what the workers of its latest iterator leave.
         self._watched: weakref.WeakKeyDictionary[Any, _Memory | None] = weakref.WeakKeyDictionary()
 
+    @property
+    def are_watched(self) -> bool:
+        """Whether any are."""
+        return len(self._watched) > 0
+
     def watch(self, loaders: list[Any]) -> None:
         """Guards the workers of these loaders, and has those of their next iterators look.
 

@@ -130,6 +130,8 @@ class ExactState:
         """What new workers need to go on from here; see :meth:`.DataWorkers.states`."""
         if self._kept_of_lost is not None:
             return self._worker_states_of_lost
+        if not self.workers.are_watched:
+            return None
         trainer = self.fit.trainer
         return self.workers.states(lightning_data.train_loaders(trainer), lightning_data.batches_fetched(trainer))
 
