@@ -7,11 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from lightning_resilience.launch.newcomers import how_ended, is_replaceable
 from lightning_resilience.run import exit_codes, ledger
 from lightning_resilience.run.goodput import account
 from lightning_resilience.run.run_directory import RunDirectory
+from tests.test_absent_ranks import samples, state_at_the_end, undisturbed, with_ranks
+from tests.test_elastic_nodes import launched as launched_on_nodes
+from tests.test_elastic_nodes import saved_after_losses
+from tests.test_exact_resume import make
+from tests.test_going_on import changes, gone_on, is_back
 from tests.test_replacement import launched, replaced
 from tests.test_straggler_detection import found_in
 
@@ -52,6 +58,35 @@ def test_a_slow_process_is_replaced_by_another_one(tmp_path: Path, rank: int) ->
     [lost] = account(ledger.read_ledger(RunDirectory(config["run_dir"]).ledger)).interruptions
     assert lost.cause == "straggler"
     assert re.search(rf"rank {rank} on .* of the other ranks' speed, in compute", lost.reason)
+
+
+@pytest.mark.slow
+def test_the_others_go_on_without_a_slow_process_until_it_is_replaced(tmp_path: Path) -> None:
+    """With the samples of all ranks, as after a kill."""
+    more = options(3, stop_if_detected=False)
+    config = with_ranks(make(tmp_path, "disturbed", **more), 3)
+    config["events"] = [*slow(2, life=0), is_back(config["run_dir"])]
+    output = gone_on(tmp_path, config, 3, "--replace-stragglers", "--spares=off")
+    [change] = found_in(config, "stragglers_replaced")
+    assert change["ranks"] == [2], output
+    assert "Rank 2 was too slow: going on with 2 of 3 ranks (restart 1). Its replacement joins them when" in output
+    assert [each[:2] for each in changes(Path(config["run_dir"]) / "ledger")] == [([2], [0, 1]), ([], [0, 1, 2])]
+    assert saved_after_losses(config)[0] == change["step"] + 1, output
+    wanted, steps = undisturbed(tmp_path, 3, **more)
+    assert samples(config["log"]) == steps, output
+    torch.testing.assert_close(state_at_the_end(config), state_at_the_end(wanted), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [3, pytest.param(0, marks=pytest.mark.campaign)])
+def test_a_slow_process_of_any_node_is_replaced_there(tmp_path: Path, rank: int) -> None:
+    more = options(2, stop_if_detected=False)
+    more["trainer"]["num_nodes"] = 2
+    config, output = launched_on_nodes(tmp_path, 2, slow(rank, life=0), "--replace-stragglers", **more)
+    [change] = found_in(config, "stragglers_replaced")
+    assert change["ranks"] == [rank], output
+    assert replaced(config) == [[rank]], output
+    assert saved_after_losses(config) == [change["step"] + 1]
 
 
 @pytest.mark.slow
