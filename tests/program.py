@@ -49,6 +49,7 @@ from torch.utils.data import (
 from torchmetrics import MeanMetric
 
 from lightning_resilience import _files, _processes
+from lightning_resilience._torch import local
 from lightning_resilience.agreement_protocol import Needs
 from lightning_resilience.checkpoint import checkpoint_file, resume, shard
 from lightning_resilience.checkpoint.node_store import ShardWriter
@@ -671,7 +672,7 @@ def flip(config: dict[str, Any], step: int, rank: int, module: Module) -> None:
             weight.data[3, 4] = float("nan")
         else:
             spoilt = optimizer.state[weight]["exp_avg"] if each["what"] == "moment" else weight
-            spoilt.data.view(-1)[5:6].view(torch.int32).bitwise_xor_(1 << each["bit"])
+            local(spoilt).detach().view(-1)[5:6].view(torch.int32).bitwise_xor_(1 << each["bit"])
     if config["drifts"]:
         with torch.no_grad():
             module.net[3].weight.mul_(1 + 1e-6 * rank)

@@ -130,6 +130,22 @@ def test_the_majority_names_the_rank(digests: str, suspects: tuple[int, ...], sa
     assert says in str(found)
 
 
+@pytest.mark.parametrize(
+    ("digests", "shards", "groups"),
+    [
+        ("abab", 2, None),
+        ("ababac", 2, ((1, 3), (5,))),
+        ("abcb", 2, ((0,), (2,))),
+        ("abcabdabd", 3, ((5, 8), (2,))),
+        ("abab-b", 2, None),
+        ("ab", 2, None),
+    ],
+)
+def test_those_are_compared_that_hold_the_same_shard(digests: str, shards: int, groups: Any) -> None:
+    found = Divergence.between(7, [each.strip("-") for each in digests], shards)
+    assert (found and found.groups) == groups
+
+
 @pytest.mark.parametrize("digests", ["aaa", "a", "-aa", "---", "-a"])
 def test_where_nobody_differs_there_is_nothing_to_say(digests: str) -> None:
     assert Divergence.between(7, [each.strip("-") for each in digests]) is None

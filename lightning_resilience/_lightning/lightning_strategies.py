@@ -271,12 +271,29 @@ def replicated_parameters(trainer: Trainer) -> list[torch.nn.Parameter]:
     """
     if not replicates_state(trainer):
         return []
-    module = trainer.lightning_module
-    own = {id(p) for each in module.modules() if getattr(each, "max_norm", None) is not None for p in each.parameters()}
-    return [each for each in module.parameters() if each.requires_grad and id(each) not in own]
+    own = _shortened(trainer.lightning_module)
+    return [each for each in trainer.lightning_module.parameters() if each.requires_grad and id(each) not in own]
 
 
-def trained_tensors(trainer: Trainer, parameters: Sequence[torch.nn.Parameter]) -> list[torch.Tensor]:
+def _shortened(module: LightningModule) -> set[int]:
+    """The parameters of embeddings with ``max_norm``, by ``id``."""
+    layers = [each for each in module.modules() if getattr(each, "max_norm", None) is not None]
+    return {id(parameter) for each in layers for parameter in each.parameters()}
+
+
+def compared_parameters(trainer: Trainer) -> tuple[list[torch.Tensor], int]:
+    """The parameters of which other ranks hold the same, bit for bit, and how many ranks hold all together.
+
+    With DDP each rank does, with replicas of FSDP2's shards (HSDP) those of a group. Otherwise there are none.
+    """
+    size = group_size(trainer)
+    if 1 < size < trainer.world_size:
+        own = _shortened(trainer.lightning_module)
+        return [each for each in trained_parameters(trainer) if each.requires_grad and id(each) not in own], size
+    return [*replicated_parameters(trainer)], 1
+
+
+def trained_tensors(trainer: Trainer, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """What all ranks of a DDP job have alike: the parameters that it reduces, and what optimizers keep for them."""
     return [*parameters, *optimizer_tensors(trainer.optimizers, parameters)] if parameters else []
 

@@ -14,16 +14,17 @@ from lightning_resilience.fit.session import FitSession
 class ReplicaCheck(SessionCallback):
     """Finds a rank whose weights differ from those of the others, names it, and rolls back.
 
-    In DDP all ranks hold the same parameters and optimizer state, bit for bit. After a silent error (a bit that flips
-    in memory, a core that miscalculates) one does not. DDP does not notice: it averages the gradients of different
-    models, and a checkpoint holds one of them, or a mixture.
+    In DDP all ranks hold the same parameters and optimizer state, bit for bit, and with replicas of FSDP2's shards
+    (HSDP) those with the same shard. After a silent error (a bit that flips in memory, a core that miscalculates) one
+    does not. Nothing notices: the gradients of different models are averaged, and a checkpoint holds one of them, or a
+    mixture.
 
     Whenever the state is saved, each rank computes a digest of what it holds, and the digests are compared: for local
-    saves (:class:`~lightning_resilience.LocalCheckpoint`) in the background, for global ones
+    saves (:class:`~lightning_resilience.LocalCheckpoint`) of DDP in the background, for global ones
     (:class:`~lightning_resilience.AutoResume`) where the ranks meet for the save. A step without a save does nothing.
     Where digests differ, that state does not count, the rank that differs from the majority is named (of two ranks,
     both), and the run rolls back to the newest checkpoint on which all agreed, in the same processes, bitwise as a
-    restart would. A non-finite loss for that reason is not blamed on its batch
+    restart would; with HSDP to one in the run directory. A non-finite loss for that reason is not blamed on its batch
     (:class:`~lightning_resilience.NaNGuard`).
 
     Not compared is what may differ between ranks: buffers, such as the statistics of batch normalisation without

@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from typing import NoReturn
 
 import torch
 
 from lightning_resilience._files import read_json, write_json
 from lightning_resilience._lightning import lightning_loggers, lightning_strategies
+from lightning_resilience._torch import local
 from lightning_resilience.agreement_protocol import Event, Needs
 from lightning_resilience.checkpoint.digest import digest_of
 from lightning_resilience.detect.numerics.divergence import Divergence
@@ -49,7 +51,8 @@ class ReplicaComparison(Participant):
         self.session = session
         self._max_rollbacks = max_rollbacks
         self._optional = optional
-        self._parameters: list[torch.nn.Parameter] = []
+        self._parameters: list[torch.Tensor] = []
+        self._shards = 1
         self._file = session.fit.folder.path / "replica_check.json"
         self._rollbacks = Rollbacks()
         self._answered = -1
@@ -59,7 +62,7 @@ class ReplicaComparison(Participant):
     def start(self) -> None:
         """Starts to compare: what is compared exists only now."""
         session, trainer = self.session, self.session.fit.trainer
-        self._parameters = lightning_strategies.replicated_parameters(trainer)
+        self._parameters, self._shards = lightning_strategies.compared_parameters(trainer)
         if not self._parameters:
             session.fit.participants.withdraw(self)
             if session.fit.rank == 0 and trainer.world_size > 1:  # that a single rank has none goes without saying
@@ -72,7 +75,7 @@ class ReplicaComparison(Participant):
         """Of the parameters, and of what optimizers keep for them."""
         if self._is_off or not self._parameters:
             return ""
-        return digest_of(lightning_strategies.trained_tensors(self.session.fit.trainer, self._parameters))
+        return digest_of(map(local, lightning_strategies.trained_tensors(self.session.fit.trainer, self._parameters)))
 
     def on_divergence(self, divergence: Divergence) -> None:
         """Requests a rollback of all ranks; on rank 0, in any thread."""
@@ -118,7 +121,8 @@ class ReplicaComparison(Participant):
             why = f"the run has gone back {self._max_rollbacks} times because of it"
             self._stay(divergence, why, not have_agreed)
             return
-        session.rollback(divergence.step, lambda: self._stay(divergence, _NOWHERE, times > 1 and not have_agreed))
+        end = partial(self._stay, divergence, _NOWHERE, times > 1 and not have_agreed)
+        session.rollback(divergence.step, end, only_global=self._shards > 1)  # local saves compare no shards
 
         def log_rollback() -> None:
             log.warning(
@@ -152,14 +156,16 @@ class ReplicaComparison(Participant):
         if session.fit.rank == 0:
             log.error(
                 "ReplicaCheck is off: after step %d %s, and the ranks have never agreed since the start. Something in "
-                "this training differs by rank. Its checkpoints hold the state of rank 0; local ones of such a state "
-                "do not count.",
+                "this training differs by rank. Its checkpoints hold the state of %s",
                 divergence.step,
                 divergence,
+                "one of them." if self._shards > 1 else "rank 0; local ones of such a state do not count.",
             )
 
     def _end(self, divergence: Divergence, why: str) -> NoReturn:
         diverged = ReplicasDiverged(f"after step {divergence.step} {divergence}; {why}")
+        if self._shards > 1 and (tier := self.session.selector.local) is not None:
+            tier.discard({each.name for each in tier.find()[0]}, "the replicas of its shards were not compared")
         several_nodes = len(set(self.session.fit.gather(node_name()))) > 1
         if several_nodes and self.session.fit.rank in divergence.suspects:
             diverged.suspects_this_node = "a rank on it held another state than the others"

@@ -10,7 +10,7 @@ import math
 import os
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -419,7 +419,10 @@ class Saver:
         """Compares the replicated state of all ranks, where they hold the same. A collective."""
         if not self._fit.participants.ranks_agree():
             return None
-        return Divergence.between(self._step, self._fit.gather(self._digest()))
+        return self._divergence(self._fit.gather(self._digest()))
+
+    def _divergence(self, digests: Sequence[str]) -> Divergence | None:
+        return Divergence.between(self._step, digests, max(1, lightning_strategies.group_size(self._fit.trainer)))
 
     def _digest(self) -> str:
         try:
@@ -430,7 +433,7 @@ class Saver:
 
     def _agree(self, state: _Collected) -> bool:
         """Whether the replicated state is equal on all ranks."""
-        divergence = Divergence.between(self._step, state.digests)
+        divergence = self._divergence(state.digests)
         if self._fit.rank == 0:
             if divergence is not None:
                 self._fit.diverged(divergence)

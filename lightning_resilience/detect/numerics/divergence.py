@@ -12,27 +12,32 @@ class Divergence:
 
     Attributes:
         step: ``trainer.global_step`` of these states.
-        groups: The ranks that hold the same, the largest group first. A rank that could not say is in none.
+        groups: The ranks that hold the same, the largest group first. A rank that could not say is in none, nor is one
+            that holds another shard.
     """
 
     step: int
     groups: tuple[tuple[int, ...], ...]
 
     @staticmethod
-    def between(step: int, digests: Sequence[str]) -> Divergence | None:
+    def between(step: int, digests: Sequence[str], shards: int = 1) -> Divergence | None:
         """What there is to say of the digests of all ranks; nothing if they are the same.
 
         Args:
             step: ``trainer.global_step`` of the states.
             digests: By rank; empty where a rank could not say.
+            shards: How many ranks that follow each other hold the state together, and the next as many again. Of
+                several shards that differ the first one is told of.
         """
-        groups: dict[str, list[int]] = {}
-        for rank, digest in enumerate(digests):
-            if digest:
-                groups.setdefault(digest, []).append(rank)
-        if len(groups) < 2:
-            return None
-        return Divergence(step, tuple(sorted(map(tuple, groups.values()), key=lambda ranks: (-len(ranks), ranks))))
+        for shard in range(shards):
+            groups: dict[str, list[int]] = {}
+            for rank in range(shard, len(digests), shards):
+                if digests[rank]:
+                    groups.setdefault(digests[rank], []).append(rank)
+            if len(groups) > 1:
+                by_size = sorted(map(tuple, groups.values()), key=lambda ranks: (-len(ranks), ranks))
+                return Divergence(step, tuple(by_size))
+        return None
 
     @property
     def suspects(self) -> tuple[int, ...]:
@@ -44,8 +49,9 @@ class Divergence:
     def __str__(self) -> str:
         if self.suspects:
             return f"{_ranks(self.suspects)} {_holds(self.suspects)} another state than the other {len(self.groups[0])}"
-        if self.groups == ((0,), (1,)):
-            return "ranks 0 and 1 hold different states: one of the two is wrong, and nothing says which"
+        if [*map(len, self.groups)] == [1, 1]:
+            (one,), (other,) = self.groups
+            return f"ranks {one} and {other} hold different states: one of the two is wrong, and nothing says which"
         parted = " from ".join(_ranks(group) for group in self.groups[:4]) + (" ..." if len(self.groups) > 4 else "")
         return f"the ranks hold different states, and no majority says which is wrong: {parted}"
 
