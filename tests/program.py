@@ -672,7 +672,7 @@ def flip(config: dict[str, Any], step: int, rank: int, module: Module) -> None:
             weight.data[3, 4] = float("nan")
         else:
             spoilt = optimizer.state[weight]["exp_avg"] if each["what"] == "moment" else weight
-            local(spoilt).detach().view(-1)[5:6].view(torch.int32).bitwise_xor_(1 << each["bit"])
+            local(spoilt).data.view(-1)[5:6].view(torch.int32).bitwise_xor_(1 << each["bit"])
     if config["drifts"]:
         with torch.no_grad():
             module.net[3].weight.mul_(1 + 1e-6 * rank)

@@ -121,6 +121,18 @@ def test_parts_that_contradict_each_other_are_not_put_together() -> None:
         assert found.holders["common-01-of-02"] == ["a"]
 
 
+def test_ranks_with_the_same_shard_must_agree_and_others_need_not() -> None:
+    where = {"a": ["rank-00000", "rank-00001"], "b": ["rank-00002", "rank-00003"]}
+    for digests, are_alike in (("aaaa", True), ("abab", True), ("abac", False)):
+        holdings = [
+            replace(each, replicated_digest=digest)
+            for each, digest in zip(whole(10, "0a", where, commons=0), digests, strict=True)
+        ]
+        (found,) = generations(holdings, group=2)
+        assert (found.differs, found.missing) == ((False, []) if are_alike else (True, ["rank-00003"]))
+    assert generations(holdings)[0].differs
+
+
 def test_a_lost_part() -> None:
     (found,) = generations(whole(10, "0a", TWO_NODES))
     found.lose("a", COMMONS[0])

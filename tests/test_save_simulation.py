@@ -165,18 +165,21 @@ class SimulatedSaves(LocalSaves):
     """With all its decisions, and without files."""
 
     def __init__(self, simulation: Saves, rank: int, coordinator: SaveCoordinator) -> None:
-        peers = Peers(RankLocation(rank, simulation.world_size, 0, 1, f"n{rank}"), [rank], coordinator)
+        location = RankLocation(rank, simulation.world_size, 0, 1, f"n{rank}")
+        peers = Peers(location, [rank], coordinator, shards=simulation.shards)
         layout = {"layout": {"commons": 1}}
         self.simulation = simulation
         super().__init__(None, peers, layout, simulation.schedule(self), 2)  # type: ignore[arg-type]
         self.kept: list[str] = []  # what this rank has published
         self.complete: list[str] = []  # what it counts as complete
+        self.digests: dict[str, str] = {}  # of what it has published
         self.taken: list[str] = []
         self._hooks.published = lambda step, generation: self.complete.append(generation)
         self._changed: Any = Condition(simulation)
         self._fence: Any = SimpleNamespace(pending=None, now=lambda: None, remove=lambda: None)
         empty: dict[str, Any] = {"addresses": [], "left_out": [], "through_host": {}, "tensors": [], "waited_s": 0.0}
-        snapshot = SimpleNamespace(written=lambda found: [], note_written=list, release=lambda: None, **empty)
+        calls: dict[str, Any] = {"written": lambda found: [], "note_written": list, "is_good": lambda: True}
+        snapshot = SimpleNamespace(release=lambda: None, **calls, **empty)
         self._snapshots: Any = SimpleNamespace(take=lambda state, stable: snapshot)
         self.boundaries: list[tuple[float, bool]] = []  # when, and whether its state was taken
         self._last = self._passed = 0
@@ -195,6 +198,9 @@ class SimulatedSaves(LocalSaves):
         if self.simulation.random.random() < self.simulation.fails:
             raise OSError("no space left")
         self.kept.append(taken.generation)
+        shard = self._location.rank % self.simulation.shards
+        is_wrong = self.simulation.random.random() < self.simulation.fails
+        taken._digest = self.digests[taken.generation] = f"tensors-{shard}{' and one bit' * is_wrong}"
         return [SimpleNamespace(name="")]
 
     def _replicate(self, *args: Any) -> None:
@@ -220,6 +226,7 @@ class Saves(Simulation):
         self.delay = self.random.choice([0.001, 0.01, 0.05])  # of a message
         self.longest_wait = 0.0
         self.coordinator = coordinator
+        self.shards = 2 if seed % 2 and self.world_size % 2 == 0 else 1
         self.strands: list[Strand] = []
         self.saves: dict[int, list[SimulatedSaves]] = {rank: [] for rank in range(self.world_size)}
         self.threads: dict[int, Strand] = {}
@@ -248,7 +255,8 @@ class Saves(Simulation):
             return self.rank_0_owns_store and 0 in self.gone
 
         client, bell = (Client(self, is_lost, f"{self.attempt}/{number}/saves/") for _ in range(2))
-        coordinator = self.coordinator(client, self.world_size, bell)  # type: ignore[arg-type]
+        about: Any = client, self.world_size, bell, self.shards, rank % self.shards
+        coordinator = self.coordinator(*about)
         self.saves[rank].append(SimulatedSaves(self, rank, coordinator))
         self.threads[rank] = self.strand(self.saves[rank][-1]._run)
         self.actors.append(Actor(rank, self.threads[rank].steps()))
@@ -283,6 +291,11 @@ class Saves(Simulation):
             for saves in fits:
                 if not {*complete} <= {*saves.kept}:
                     raise Violation(f"{complete} count as complete; a rank has {saves.kept}")
+            for one in complete:
+                digests = [saves.digests[one] for saves in fits]
+                if any(len({*digests[shard :: self.shards]}) > 1 for shard in range(self.shards)):
+                    raise Violation(f"{one} counts as complete, and replicas differ: {digests}")
+            for saves in fits:
                 # Who has left, or has lost the others, does not know how the last round ended.
                 if saves.complete not in (complete, complete[:-1]):
                     raise Violation(f"ranks differ in what is complete: {saves.complete}, {complete}")
@@ -356,6 +369,13 @@ class CountsWhatFailed(SaveCoordinator):
         return super().finish(number, True, digest)
 
 
+class ComparesNothing(SaveCoordinator):
+    """Whether those with the same shard have the same is not asked."""
+
+    def finish(self, number: int, published: bool, digest: str = "") -> bool | None:
+        return super().finish(number, published)
+
+
 class LeavesSilently(SaveCoordinator):
     """The thread is not told that its rank leaves."""
 
@@ -378,7 +398,9 @@ class IsReadyAtOnce(SaveCoordinator):
         return not self.over
 
 
-@pytest.mark.parametrize("mistake", [IsAlwaysInTime, CountsWhatFailed, LeavesSilently, AnswersAtOnce, IsReadyAtOnce])
+@pytest.mark.parametrize(
+    "mistake", [IsAlwaysInTime, CountsWhatFailed, ComparesNothing, LeavesSilently, AnswersAtOnce, IsReadyAtOnce]
+)
 def test_the_simulation_finds_a_mistake_of_the_saves(mistake: type[SaveCoordinator]) -> None:
     with pytest.raises(Violation):
         deque((undisturbed(seed, coordinator=mistake) for seed in range(100)), maxlen=0)

@@ -20,11 +20,11 @@ class ReplicaCheck(SessionCallback):
     mixture.
 
     Whenever the state is saved, each rank computes a digest of what it holds, and the digests are compared: for local
-    saves (:class:`~lightning_resilience.LocalCheckpoint`) of DDP in the background, for global ones
+    saves (:class:`~lightning_resilience.LocalCheckpoint`) in the background, for global ones
     (:class:`~lightning_resilience.AutoResume`) where the ranks meet for the save. A step without a save does nothing.
     Where digests differ, that state does not count, the rank that differs from the majority is named (of two ranks,
     both), and the run rolls back to the newest checkpoint on which all agreed, in the same processes, bitwise as a
-    restart would; with HSDP to one in the run directory. A non-finite loss for that reason is not blamed on its batch
+    restart would. A non-finite loss for that reason is not blamed on its batch
     (:class:`~lightning_resilience.NaNGuard`).
 
     Not compared is what may differ between ranks: buffers, such as the statistics of batch normalisation without

@@ -109,8 +109,8 @@ class ShardInfo:
         world_size: Number of ranks that saved the generation.
         kind: How the ranks partitioned their state; see :attr:`Generation.kind`.
         replicated_shards: Into how many replicated shards a node has partitioned its copy.
-        replicated_digest: Digest of the replicated tensors on the rank that wrote it. Shards with different digests do
-            not belong together.
+        replicated_digest: Digest of the replicated tensors on the rank that wrote it. Shards of ranks that should have
+            the same do not belong together if these differ.
         course: Of the training; see :func:`is_on_course`.
         places: How many ranks the run was begun with; 0: as many as have saved the generation.
     """
@@ -138,12 +138,12 @@ class Generation:
         world_size: Number of ranks that saved it.
         kind: How the ranks partitioned their state; a fit of another kind cannot read it.
         replicated_shards: Into how many replicated shards a node has partitioned its copy.
-        replicated_digest: Digest of the replicated tensors.
+        replicated_digest: Digest of the replicated tensors, where all ranks have the same.
         course: Of the training; see :func:`is_on_course`.
         places: How many ranks the run was begun with; 0: as many as have saved the generation.
         holders: The nodes that have a shard, in a fixed order.
         sizes: Bytes of the shards.
-        differs: Whether some of its shards have another ``replicated_digest``.
+        differs: Whether some of its shards should have the same ``replicated_digest`` and do not.
     """
 
     step: int
@@ -190,27 +190,34 @@ class Generation:
             self.holders[name].remove(node)
 
 
-_COMMON = attrgetter("world_size", "kind", "replicated_shards", "replicated_digest", "course", "places")
+_ABOUT = attrgetter("world_size", "kind", "replicated_shards", "replicated_digest", "course", "places")
+_COMMON = attrgetter("world_size", "kind", "replicated_shards", "course", "places")
 """What all shards of a generation must agree in."""
+_OF_RANK = re.compile("rank-([0-9]+)")
 
 
-def generations(shards: Iterable[ShardInfo], without: Collection[str] = ()) -> list[Generation]:
+def generations(shards: Iterable[ShardInfo], without: Collection[str] = (), group: int = 1) -> list[Generation]:
     """What there is, newest first.
 
     Args:
         shards: Of all nodes.
         without: Names of generations that must not be used.
+        group: How many ranks hold the state together.
     """
     found: dict[tuple[int, str], Generation] = {}
+    digests: dict[tuple[int, str, int], str] = {}
     for each in sorted(shards, key=lambda shard: (shard.node, shard.name)):
         if each.generation in without:
             continue
         key = (each.step, each.generation)
-        one = found.setdefault(key, Generation(*key, *_COMMON(each)))
-        if _COMMON(one) == _COMMON(each):
+        one = found.setdefault(key, Generation(*key, *_ABOUT(each)))
+        of_rank = _OF_RANK.fullmatch(each.name) if group > 1 else None
+        part = int(of_rank[1]) % group if of_rank else 0
+        differs = digests.setdefault((*key, part), each.replicated_digest) != each.replicated_digest
+        if _COMMON(one) == _COMMON(each) and not differs:
             one.holders.setdefault(each.name, []).append(each.node)
             one.sizes[each.name] = each.size
-        one.differs |= one.replicated_digest != each.replicated_digest
+        one.differs |= differs
     return [found[key] for key in sorted(found, reverse=True)]
 
 

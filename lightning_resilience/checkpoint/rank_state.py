@@ -34,18 +34,21 @@ def partition(sizes: Sequence[int], count: int) -> list[list[int]]:
     return [sorted(share) for share in shares]
 
 
-def divergence_of(step: int, digests: Sequence[str]) -> Divergence | None:
+def divergence_of(step: int, digests: Sequence[str], shards: int = 1) -> Divergence | None:
     """Which ranks differ in their replicated state.
 
     Args:
         step: ``trainer.global_step``.
         digests: :meth:`RankState.replicated_digest` by rank; empty where a rank has none.
+        shards: See :meth:`.Divergence.between`.
 
     Returns:
         ``None`` also if the digests are of different tensors.
     """
-    layouts = {digest.partition("-")[0] for digest in digests if digest}
-    return Divergence.between(step, digests) if len(layouts) == 1 else None
+    for number in range(shards):
+        if len({digest.partition("-")[0] for digest in digests[number::shards] if digest}) > 1:
+            return None
+    return Divergence.between(step, digests, shards)
 
 
 class RankState:
@@ -56,9 +59,9 @@ class RankState:
         step: ``trainer.global_step``.
         generation: Identity of the generation, the same on all ranks.
         location: Rank and node.
-        replicated: The tensors that all ranks of the node have alike; each of these ranks saves a share of them.
+        replicated: The tensors that other ranks have, too: those with the same shard, or all.
         identity: Fields that all shards of this fit have: run, fit, layout. The layout has the course on which the
-            state was taken, whenever it is published.
+            state was taken, whenever it is published, and whether each rank of a node saves a share of what all have.
     """
 
     def __init__(
@@ -82,8 +85,9 @@ class RankState:
         found = {i: numbers[where] for i, where in enumerate(snapshot.addresses) if where in numbers}
         self._numbered = found
         """By index the numbers of what ranks have alike, unless the training writes it at other times than others."""
-        self._replicated = sorted(found.keys() - snapshot.written(found))
-        self._numbers = [found[index] for index in self._replicated]
+        self._compared = sorted(found.keys() - snapshot.written(found))
+        self._replicated = self._compared if identity["layout"].get("commons") else []
+        """What all ranks of the node have, and share out; the others are alone on it with what they have."""
         self._digest = ""
 
     def written(self) -> list[int]:
@@ -103,8 +107,8 @@ class RankState:
         return self._digest if self._digest and self.snapshot.is_good() else ""
 
     def _describe(self) -> str:
-        tensors = [self.snapshot.tensors[index] for index in self._replicated]
-        about = [(n, tuple(tensor.shape), str(tensor.dtype)) for n, tensor in zip(self._numbers, tensors, strict=True)]
+        tensors = [(self._numbered[index], self.snapshot.tensors[index]) for index in self._compared]
+        about = [(number, tuple(tensor.shape), str(tensor.dtype)) for number, tensor in tensors]
         return f"{xxhash.xxh3_64_hexdigest(repr(about).encode())}-{self.snapshot.digest()}" if about else ""
 
     def at_hand(self, parameters: Iterable[torch.Tensor]) -> AtHand:
@@ -199,7 +203,7 @@ class RankState:
                 for index, spec in zip(each.indices, each.specs, strict=True)
                 if not snapshot.tensors[index].is_meta
             ]
-            snapshot.copy(copies, self._replicated)
+            snapshot.copy(copies, self._compared)
             snapshot.release()
             self._digest = self._describe()
             if check is not None:

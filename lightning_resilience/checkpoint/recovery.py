@@ -112,7 +112,7 @@ class LocalTier:
         kind, self._group = self._kind()
         scans = self._gather(self._scan())
         self.unreadable = [each for _, unreadable in scans for each in unreadable]
-        found = generations([each for shards, _ in scans for each in shards], without)
+        found = generations([each for shards, _ in scans for each in shards], without, self._group)
         usable, reasons = [], []
         for each in found:
             if (refusal := self._refusal(each)) is not None:

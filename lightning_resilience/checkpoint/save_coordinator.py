@@ -57,23 +57,24 @@ class SaveCoordinator:
         world_size: Number of ranks.
         bell: Another client, by which the training thread ends a wait. Polling would not need it, but torch warns at
             every timeout.
+        shards: How many ranks that follow each other hold the state together, and the next as many again.
+        shard: Which of them this rank holds.
     """
 
-    def __init__(self, store: Store, world_size: int, bell: Store) -> None:
+    def __init__(self, store: Store, world_size: int, bell: Store, shards: int = 1, shard: int = 0) -> None:
         self._store = store
         self._world_size = world_size
         self._bell = bell
+        self._shards, self._shard = shards, shard
         self._awaited = ""
-        self._digest: dict[int, str] = {}
         self.over = False
         """Whether a rank has left, so that there are no more rounds."""
 
     def announce(self, planned: PlannedSave) -> None:
         """Announces a round; called on rank 0."""
         # The previous round was finished, so all ranks have read the answers of the one before it.
-        published = f"published{self._digest.pop(planned.number - 2, '')}"
         ends = ("over", "settled", "said", "compared", "learned", "prepared", "ready")
-        names = ("late", "heard", "agreed", published, *ends)
+        names = ("late", "heard", "agreed", "published", "published/0/", *ends)
         for name in ("", *(f"/{each}" for each in names)):
             self._store.delete_key(f"round/{planned.number - 2}{name}")
         self._store.set(f"round/{planned.number}", json.dumps([planned.step, planned.generation]))
@@ -113,13 +114,16 @@ class SaveCoordinator:
         Args:
             number: Number of the round.
             published: Whether this rank published all its shards.
-            digest: Digest of its replicated tensors; shards with different digests do not belong together.
+            digest: Digest of its replicated tensors; files with different digests of a shard do not belong together.
 
         Returns:
-            Whether all ranks published shards with the same digest; ``None`` if a rank has left.
+            Whether all ranks published, those with the same shard with the same digest; ``None`` if a rank has left.
         """
-        self._digest[number] = digest
-        return self._ask_all(number, "over", f"published{digest}", int(published), "settled", wanted=self._world_size)
+        key = f"round/{number}/published/{self._shard}/{digest}"
+        is_last = published and self._store.add(key, 1) == self._world_size // self._shards
+        if is_last:
+            self._store.delete_key(key)
+        return self._ask_all(number, "over", "published", int(is_last), "settled", wanted=self._shards)
 
     def compare(self, number: int, rank: int, digest: str, written: list[int]) -> tuple[list[str], list[int]] | None:
         """Compares the digests of all ranks, after :meth:`finish` found a generation to be incomplete.
@@ -145,8 +149,8 @@ class SaveCoordinator:
                 return None
             found = [json.loads(value) for value in self._store.multi_get(keys)]
             digests = [each for each, _ in found]
-            self._digest.pop(number, "")
-            for key in [*keys, *(f"{name}/published{each}" for each in {"", digest, *digests})]:
+            counted = {f"{name}/published/{other % self._shards}/{each}" for other, each in enumerate(digests)}
+            for key in (*keys, *counted):
                 self._store.delete_key(key)
             self._store.set(f"{name}/learned", json.dumps(sorted({each for _, own in found for each in own})))
         learned = self._get(f"{name}/learned")

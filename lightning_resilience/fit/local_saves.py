@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 
@@ -128,7 +128,8 @@ class LocalSavePolicy(Participant):
         )
         self._tier.at_hand = at_hand.take()
         session.selector.use_local_tier(self._tier, options.probation_steps)
-        self._common: list[torch.nn.Parameter] = []
+        self._compared: list[torch.Tensor] = []
+        self._shards = 1
         self._expected: dict[str, int] = {}
         self._kept_here: set[int] = {
             location.rank for location in self.locations if location.node == self.location.node
@@ -179,7 +180,7 @@ class LocalSavePolicy(Participant):
         """Begins to save; the resume is complete."""
         session, trainer = self.session, self.session.fit.trainer
         self._tier.at_hand = None
-        self._common = lightning_strategies.replicated_parameters(trainer)
+        self._compared, self._shards = lightning_strategies.compared_parameters(trainer)
         if (problem := self._why_it_does_not_fit()) is not None:
             if not self._options.optional:
                 raise ValueError(problem)
@@ -190,10 +191,10 @@ class LocalSavePolicy(Participant):
         step = trainer.global_step
         self._interval = self._choose_interval() if self._options.is_chosen else None
         self._replicas = self._make_replicas()
-        coordinator = _make_coordinator(self._prefix(), trainer.world_size) if trainer.world_size > 1 else None
+        coordinator = self._make_coordinator() if trainer.world_size > 1 else None
         self._saves = LocalSaves(
             self.store,
-            Peers(self.location, self._kept_here, coordinator, self._replicas),
+            Peers(self.location, self._kept_here, coordinator, self._replicas, self._shards),
             self._identity(),
             Schedule(self._options.every_n_train_steps, self._interval_s, self._options.is_chosen),
             self._options.keep,
@@ -208,6 +209,18 @@ class LocalSavePolicy(Participant):
             self._wait_for_save()  # or what is due while the store is made ready would be left out
         if trainer.is_global_zero:
             self._say_what_is_done()
+
+    def _make_coordinator(self) -> SaveCoordinator:
+        from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
+
+        prefix, shared, rank = self._prefix(), cast("Any", _get_default_store()), self.session.fit.rank
+        own, bell = PrefixStore(prefix, shared.clone()), PrefixStore(prefix, shared)
+        return SaveCoordinator(own, len(self.locations), bell, self._shards, rank % self._shards)
+
+    @property
+    def _all_have_the_same(self) -> bool:
+        """Whether the ranks of a node share out what each of them has."""
+        return self._shards == 1 and bool(self._compared)
 
     def _check(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
         if checks := self.session.fit.participants.implement(Participant.check_state):
@@ -249,10 +262,9 @@ class LocalSavePolicy(Participant):
 
     def _identity(self) -> dict[str, Any]:
         """Identity fields of all shards that are saved from now on."""
-        commons = self.location.shares if self._common else 0
         layout = {
             "kind": _kind(self.session.fit.trainer)[0],
-            "commons": commons,
+            "commons": self.location.shares if self._all_have_the_same else 0,
             "course": self.session.selector.course,
             "places": self.session.exact.places,
         }
@@ -280,13 +292,10 @@ class LocalSavePolicy(Participant):
                 self._wait_for_save()
 
     def _state(self) -> tuple[Entries, list[torch.Tensor], list[torch.Tensor]]:
-        """This rank's checkpoint; what of it only optimizers change; what of it all ranks of the node have alike."""
+        """This rank's checkpoint; what of it only optimizers change; what of it others have alike."""
         live = lightning_strategies.live_tensors(self.session.fit.trainer)
-        return (
-            self.session.saver.capture(),
-            live,
-            lightning_strategies.trained_tensors(self.session.fit.trainer, self._common),
-        )
+        alike = lightning_strategies.trained_tensors(self.session.fit.trainer, self._compared)
+        return self.session.saver.capture(), live, [*map(local, alike)]
 
     def save_locally(self, reason: str, within_s: float) -> bool:
         """Saves at this boundary, the same on all ranks; returns whether all ranks published in time."""
@@ -300,10 +309,11 @@ class LocalSavePolicy(Participant):
             self._saves.fail(trainer.global_step, error)
             saved = None
         all_saved = self.session.fit.gather(None if saved is None else saved.replicated_digest())
-        divergence = divergence_of(trainer.global_step, [each or "" for each in all_saved])
+        divergence = divergence_of(trainer.global_step, [each or "" for each in all_saved], self._shards)
         if divergence is not None and trainer.is_global_zero:
             self.session.fit.diverged(divergence)
-        complete = None not in all_saved and len(set(all_saved)) == 1
+        alike = all(len({*all_saved[shard :: self._shards]}) == 1 for shard in range(self._shards))
+        complete = None not in all_saved and alike
         if complete and trainer.is_global_zero:
             self._record(trainer.global_step, generation, reason)
         return complete
@@ -328,7 +338,7 @@ class LocalSavePolicy(Participant):
             saved = self._saves.save_now(generation, step, *self._state(), left_s, self.locations[rank])
             if saved is None:
                 return False
-            at_hand.keep(saved.at_hand(self._common))
+            at_hand.keep(saved.at_hand(self._compared))
         if not records:
             return True
         if not self._is_complete(step, generation, started + within_s):
@@ -339,7 +349,7 @@ class LocalSavePolicy(Participant):
 
     def _is_complete(self, step: int, generation: str, until: float) -> bool:
         """Waits until all ranks of this node have saved, or it is so late."""
-        count = self.location.shares if self._common else 0
+        count = self.location.shares if self._all_have_the_same else 0
         here = [each.rank for each in self.locations if each.node == self.location.node]
         names = [*map(rank_shard, here), *(replicated_shard(index, count) for index in range(count))]
         until = min(until, time.monotonic() + _OTHERS_SAVE_WITHIN_S)
@@ -351,7 +361,7 @@ class LocalSavePolicy(Participant):
 
     def _completed(self, step: int, generation: str) -> None:
         """A generation is complete; called from the thread that saves."""
-        if self._common:
+        if self._compared:
             self.session.fit.note_replicas_agreed()
         self._unrecorded += 1
         # The second is the first of which the interval is known.
@@ -424,7 +434,7 @@ class LocalSavePolicy(Participant):
         here = [location.rank for location in self.locations if location.node == self.location.node]
         room = mine + mine // 64 + (64 << 10)  # for what is between the tensors, or memory would be mapped anew
         self._expected = {rank_shard(self.session.fit.rank): room}
-        if self._common:
+        if self._all_have_the_same:
             count, number = self.location.shares, self.location.local_rank
             self._expected = {replicated_shard(number, count): room // count} if number < count else {}
         problem = None
@@ -432,9 +442,9 @@ class LocalSavePolicy(Participant):
             try:
                 capacity.check(
                     self.store.directory,
-                    mine if self._common else sum(sizes[rank] for rank in here),
+                    mine if self._all_have_the_same else sum(sizes[rank] for rank in here),
                     self._options.keep,
-                    0 if self._common or not self._replicates() else self._options.replication_factor - 1,
+                    0 if self._all_have_the_same or not self._replicates() else self._options.replication_factor - 1,
                 )
             except ValueError as error:
                 problem = f"{self.location.node}: {error}{self._what_others_hold()}"
@@ -547,13 +557,6 @@ def _kind(trainer: Trainer) -> tuple[str, int]:
     how = getattr(getattr(strategy, "sharding_strategy", None), "name", "")  # of FSDP1
     over = f" in groups of {group}" if group else f" over {list(mesh)}" if mesh else ""
     return f"sharded by {type(strategy).__name__}" + (f" ({how})" if how else "") + over, group
-
-
-def _make_coordinator(prefix: str, world_size: int) -> SaveCoordinator:
-    from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
-
-    shared: Any = _get_default_store()
-    return SaveCoordinator(PrefixStore(prefix, shared.clone()), world_size, PrefixStore(prefix, shared))
 
 
 def _unrecorded_s(age_s: float) -> float:

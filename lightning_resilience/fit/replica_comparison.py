@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import asdict
-from functools import partial
 from typing import NoReturn
 
 import torch
@@ -52,7 +51,6 @@ class ReplicaComparison(Participant):
         self._max_rollbacks = max_rollbacks
         self._optional = optional
         self._parameters: list[torch.Tensor] = []
-        self._shards = 1
         self._file = session.fit.folder.path / "replica_check.json"
         self._rollbacks = Rollbacks()
         self._answered = -1
@@ -62,7 +60,7 @@ class ReplicaComparison(Participant):
     def start(self) -> None:
         """Starts to compare: what is compared exists only now."""
         session, trainer = self.session, self.session.fit.trainer
-        self._parameters, self._shards = lightning_strategies.compared_parameters(trainer)
+        self._parameters, _ = lightning_strategies.compared_parameters(trainer)
         if not self._parameters:
             session.fit.participants.withdraw(self)
             if session.fit.rank == 0 and trainer.world_size > 1:  # that a single rank has none goes without saying
@@ -121,8 +119,7 @@ class ReplicaComparison(Participant):
             why = f"the run has gone back {self._max_rollbacks} times because of it"
             self._stay(divergence, why, not have_agreed)
             return
-        end = partial(self._stay, divergence, _NOWHERE, times > 1 and not have_agreed)
-        session.rollback(divergence.step, end, only_global=self._shards > 1)  # local saves compare no shards
+        session.rollback(divergence.step, lambda: self._stay(divergence, _NOWHERE, times > 1 and not have_agreed))
 
         def log_rollback() -> None:
             log.warning(
@@ -156,16 +153,14 @@ class ReplicaComparison(Participant):
         if session.fit.rank == 0:
             log.error(
                 "ReplicaCheck is off: after step %d %s, and the ranks have never agreed since the start. Something in "
-                "this training differs by rank. Its checkpoints hold the state of %s",
+                "this training differs by rank. Its checkpoints hold the state of one of them; local ones of such a "
+                "state do not count.",
                 divergence.step,
                 divergence,
-                "one of them." if self._shards > 1 else "rank 0; local ones of such a state do not count.",
             )
 
     def _end(self, divergence: Divergence, why: str) -> NoReturn:
         diverged = ReplicasDiverged(f"after step {divergence.step} {divergence}; {why}")
-        if self._shards > 1 and (tier := self.session.selector.local) is not None:
-            tier.discard({each.name for each in tier.find()[0]}, "the replicas of its shards were not compared")
         several_nodes = len(set(self.session.fit.gather(node_name()))) > 1
         if several_nodes and self.session.fit.rank in divergence.suspects:
             diverged.suspects_this_node = "a rank on it held another state than the others"
