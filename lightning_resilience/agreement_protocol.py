@@ -686,7 +686,6 @@ class Relay:
         answer_timeout: float,
         arrival_timeout: float,
     ) -> None:
-        self.over = False
         self._nodes = nodes
         self._ranks = nodes[index]
         self._index = index
@@ -741,8 +740,6 @@ class Relay:
                 f"ranks {_brief(self._ranks)} lost touch with the others ({type(error).__name__}: {first_line}), as "
                 "happens when the process that owns the store they share has ended or its node can't be reached"
             )
-        finally:
-            self.over = True
 
     def _say(self, *message: Any) -> Watching[None]:
         """Tells the lead."""

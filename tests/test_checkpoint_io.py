@@ -125,6 +125,19 @@ def test_damaged_checkpoints_are_not_loaded(lightning: Namespace, tmp_path: Path
         lightning.trainer(tmp_path, lightning.durable()).fit(lightning.model(), ckpt_path=tmp_path / "missing.ckpt")
 
 
+def test_the_link_to_the_last_one_follows_in_a_folder_that_is_reached_by_a_link(
+    lightning: Namespace, tmp_path: Path
+) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    folder, io = tmp_path / "link", DurableCheckpointIO(lightning.torch_io())
+    for step in (1, 2):
+        io.save_checkpoint({"global_step": step}, folder / f"{step}.ckpt")
+    checkpoint_file.link(folder / "1.ckpt", folder / "last.ckpt")
+    io.remove_checkpoint(folder / "1.ckpt")
+    assert io.load_checkpoint(folder / "last.ckpt") == {"global_step": 2}
+
+
 def test_remote_storages_stay_lightnings(lightning: Namespace, caplog: pytest.LogCaptureFixture) -> None:
     io = DurableCheckpointIO(lightning.torch_io())
     for name in ("a", "b"):

@@ -633,6 +633,15 @@ def test_processes_that_would_overwrite_each_other_are_refused(tmp_path: Path, m
     assert not (tmp_path / "run").exists()
 
 
+def test_the_run_directory_of_the_callbacks_is_one_however_it_is_written(tmp_path: Path) -> None:
+    spellings = "~/run", Path.home() / "run", os.path.relpath(Path.home() / "run")
+    callbacks: list[L.Callback] = [Preemption(run_dir=spellings[0]), *(AutoResume(run_dir=each) for each in spellings)]
+    assert joining._own_run_dir(L.Trainer(callbacks=callbacks, logger=False)) == "~/run"
+    callbacks[0] = Preemption(run_dir=tmp_path)
+    with pytest.raises(ValueError, match="must share one run_dir"):
+        joining._own_run_dir(L.Trainer(callbacks=callbacks, logger=False))
+
+
 @pytest.mark.slow
 def test_spawned_processes_are_refused(tmp_path: Path) -> None:
     config = make(tmp_path, "run", trainer={"strategy": "ddp_spawn"})

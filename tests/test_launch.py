@@ -846,7 +846,8 @@ def test_whoever_reads_a_report_may_stop_at_any_line(launcher: Launcher) -> None
         (["--nnodes=2", "--rdzv-endpoint=:29500", "script.py"], "is not HOST:PORT"),
         (["--nnodes=2:10", "script.py"], "several nodes need --rdzv-endpoint"),
         (["--grace-period=inf", "script.py"], "not a number of seconds"),
-        (["--run-dir=s3://bucket/run", "script.py"], "a run directory is on a file system"),
+        (["--run-dir=s3://bucket/run", "script.py"], "s3://bucket/run is no folder on a mounted file system"),
+        (["--run-dir=~/script.py", "script.py"], "script.py is a file, and must be a directory, or not there yet"),
         (["--job-retries=-1", "script.py"], "not a number of at least 0"),
         (["--grace-period=soon", "script.py"], "not a number of seconds"),
         (["--section-timeouts=stpe:9", "script.py"], "There is no section 'stpe'"),
@@ -883,6 +884,7 @@ def test_bad_arguments(
 
     launcher.script("")
     monkeypatch.chdir(launcher.folder)
+    monkeypatch.setenv("HOME", str(launcher.folder))
     with pytest.raises(SystemExit) as exit_request:
         cli.main(["launch", f"--run-dir={launcher.run_directory.path}", *arguments])
     assert exit_request.value.code == 2

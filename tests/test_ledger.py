@@ -346,14 +346,13 @@ STORY: tuple[dict[str, Any], ...] = (
 
 def test_what_each_interruption_cost(tmp_path: Path) -> None:
     crash, preempted, killed = interruptions(read_history(ledger_of(tmp_path, *STORY) / "ledger").events)
-    assert crash == Interruption(1060.0, "crash", "RuntimeError: boom", 20, 27, 10, 1090.0 - 1040.0)
+    assert crash == Interruption(1060.0, "crash", "RuntimeError: boom", 27, 10, 1090.0 - 1040.0)
     assert crash.steps_lost == 17
     assert (preempted.kind, preempted.reason) == ("preempted", "the launcher received SIGTERM")
-    assert (preempted.saved_step, preempted.reached_step, preempted.resumed_step) == (15, 15, 15)
+    assert (preempted.reached_step, preempted.resumed_step) == (15, 15)
     assert (preempted.steps_lost, preempted.seconds_lost) == (0, 1160.0 - 1120.0)
-    assert (killed.kind, killed.saved_step, killed.resumed_step, killed.seconds_lost) == (
+    assert (killed.kind, killed.resumed_step, killed.seconds_lost) == (
         "launcher killed",
-        None,
         15,
         1200.0 - 1160.0,
     )
@@ -419,7 +418,7 @@ def test_the_first_steps_of_a_fit_are_lost_as_well(tmp_path: Path) -> None:
     first = [{"event": "start"}, {"event": "fresh", "fit": 0}, {"event": "saved", "fit": 0, "step": 100}]
     events = [*first, *fit, {"event": "start"}, fit[0]]
     [crash] = interruptions(read_history(ledger_of(tmp_path, *events) / "ledger").events)
-    assert (crash.saved_step, crash.reached_step, crash.resumed_step, crash.steps_lost) == (None, 7, 0, 7)
+    assert (crash.reached_step, crash.resumed_step, crash.steps_lost) == (7, 0, 7)
     assert crash.seconds_lost == 1060.0 - 1000.0
 
 

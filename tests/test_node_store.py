@@ -1295,6 +1295,21 @@ def test_a_claim_that_is_looked_at_before_it_is_locked(place: Path, monkeypatch:
     assert store._claim.holds()
 
 
+def test_a_store_that_cannot_be_made_anew_closes_nobody_elses_file(place: Path, tmp_path: Path) -> None:
+    """Node memory was cleaned up, and there is no room for its folder: a save later there may be."""
+    store = NodeStore(place)
+    shutil.rmtree(place)
+    place.symlink_to(tmp_path)
+    with pytest.raises(OSError, match="link"):
+        store.reserve("rank-00000", 100)
+    with open(tmp_path / "theirs", "w+") as theirs:  # it may get the number of a file that was closed
+        with pytest.raises(OSError, match="link"):
+            store.reserve("rank-00000", 100)
+        os.fstat(theirs.fileno())
+    place.unlink()
+    assert is_whole(save(store, 1))
+
+
 def test_a_storage_without_locks(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def lockf(*_: object) -> None:
         raise OSError(errno.ENOLCK, "No locks available")

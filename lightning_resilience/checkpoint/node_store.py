@@ -144,8 +144,9 @@ class NodeStore:
             if name in self._writers:
                 raise RuntimeError(f"shard {name} already has an open writer: publish or abandon it first")
             if not self._claim.holds():  # node memory was cleaned up, perhaps by the node's session manager
-                self._claim.release()
+                gone = self._claim
                 self._open()
+                gone.release()
             writer = self._writers[name] = ShardWriter(self, name, self._claim.spare(name))
             if not is_copy:
                 self._reserved.add(name)

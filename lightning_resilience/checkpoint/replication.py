@@ -29,16 +29,13 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import Any, BinaryIO
 
 import torch
 import xxhash
 
 from lightning_resilience.checkpoint.generations import Transfer
 from lightning_resilience.checkpoint.tensor_bytes import host_bytes
-
-if TYPE_CHECKING:
-    from torch.distributed.distributed_c10d import Store
 
 __all__ = ["ReplicaError", "Replicas", "cliques", "fetch"]
 
@@ -225,13 +222,11 @@ class _Channel:
         return self._group
 
 
-def _connect(
-    store: Store | None, prefix: str, rank: int, peers: Iterable[int], timeout: timedelta
-) -> dict[int, _Channel]:
+def _connect(prefix: str, rank: int, peers: Iterable[int], timeout: timedelta) -> dict[int, _Channel]:
     """Connects to ``peers`` in ascending order, which is free of deadlocks."""
     from torch.distributed.distributed_c10d import _get_default_store
 
-    shared: Any = store or _get_default_store()
+    shared: Any = _get_default_store()
     channels: dict[int, _Channel] = {}
     for peer in sorted(peers):
         try:
@@ -277,16 +272,13 @@ class Replicas:
         prefix: Prefix of the keys in the store, the same on all ranks. Do not use it twice: after a restart it would
             lead to the addresses of dead processes.
         timeout: Limit for a partner to start an exchange after this rank, then to reserve memory, and per 64 MiB.
-        store: Store shared by the ranks; default: that of the default process group.
 
     Raises:
         ReplicaError: If a partner cannot be reached.
         ValueError: If ``clique`` is not this rank and at least one other.
     """
 
-    def __init__(
-        self, rank: int, clique: Sequence[int], prefix: str, timeout: timedelta, store: Store | None = None
-    ) -> None:
+    def __init__(self, rank: int, clique: Sequence[int], prefix: str, timeout: timedelta) -> None:
         self.partners = tuple(sorted(set(clique) - {rank}))
         if rank not in clique or not self.partners:
             raise ValueError(f"rank {rank} needs a clique of itself and at least one other rank, not {list(clique)}")
@@ -295,7 +287,7 @@ class Replicas:
         self._failure: str | None = None
         self._busy = threading.Lock()
         self._reserving = threading.Lock()
-        self._channels = _connect(store, prefix, rank, self.partners, timeout)
+        self._channels = _connect(prefix, rank, self.partners, timeout)
 
     @property
     def broken(self) -> bool:
@@ -475,7 +467,6 @@ def fetch(
     reserve: Callable[[Transfer], torch.Tensor],
     prefix: str,
     timeout: timedelta,
-    store: Store | None = None,
 ) -> dict[Transfer, torch.Tensor | None]:
     """Transfers shards from the ranks that have them to the ranks that need them.
 
@@ -489,7 +480,6 @@ def fetch(
             shard is not received.
         prefix: See :class:`Replicas`.
         timeout: Limit for a rank to connect, and then per 64 MiB.
-        store: See :class:`Replicas`.
 
     Returns:
         For every transfer to this rank the bytes of the file, in the reserved memory; ``None`` if the transfer failed,
@@ -503,7 +493,7 @@ def fetch(
         if transfer.source == transfer.destination or transfer.size < 0:
             raise ValueError(f"{transfer} ({transfer.size} bytes) is not a transfer between two ranks")
     own = {each: each.source + each.destination - rank for each in transfers if rank in (each.source, each.destination)}
-    channels = _connect(store, prefix, rank, set(own.values()), timeout)
+    channels = _connect(prefix, rank, set(own.values()), timeout)
     fetched: dict[Transfer, torch.Tensor | None] = {}
     try:
         for number, transfer in enumerate(transfers):

@@ -127,7 +127,8 @@ class DurableCheckpointIO(CheckpointIO):
 def _links_to(path: Path) -> list[Path]:
     if path.is_symlink() or not path.parent.is_dir():
         return []
-    return [entry for entry in path.parent.iterdir() if entry.is_symlink() and os.path.realpath(entry) == str(path)]
+    real = os.path.realpath(path)
+    return [entry for entry in path.parent.iterdir() if entry.is_symlink() and os.path.realpath(entry) == real]
 
 
 def _stamped(checkpoint: dict[str, Any], metadata: dict[str, Any], path: Path) -> dict[str, Any]:

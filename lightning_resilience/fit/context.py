@@ -128,7 +128,6 @@ class FitContext:
         self.agreement = Agreement(
             self.rank,
             trainer.world_size,
-            torch.distributed.distributed_c10d._get_default_store() if trainer.world_size > 1 else None,
             prefix=f"resilience/{self.run.path.name}/{self.index}/{trainer.world_size}/{self.nonce}",
             nodes=self.nodes,
             on_event=self._on_event,
@@ -221,14 +220,6 @@ class FitContext:
         event.elastic_run_id = os.environ.get("TORCHELASTIC_RUN_ID")
         event.restart_count = None if restart_count is None else int(restart_count)
         return event
-
-    def report_progress_to(self, progress: Progress) -> None:
-        """Reports sections and positions to ``progress`` from now on: a watchdog reads it."""
-        self.progress = progress
-
-    def note_replicas_agreed(self) -> None:
-        """Notes that replicas were compared and were equal: what differs later has not differed from the start."""
-        self.replicas_agreed = True
 
     def enter(self, section: Section) -> None:
         """Reports that this rank enters a section of the fit."""

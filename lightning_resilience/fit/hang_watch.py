@@ -134,7 +134,7 @@ class HangWatch(Participant):
             else:
                 self._directory = node_directory(session.fit.token, trainer.node_rank)
                 probe = RankProbe(self._directory, session.fit.rank, self.timeouts.by_section(), self._about())
-            session.fit.report_progress_to(probe.progress)
+            session.fit.progress = probe.progress
             if (device := trainer.strategy.root_device).type != "cpu":
                 probe.answer_for_device(functools.partial(devices.has_work, device))
         except OSError as error:
@@ -294,11 +294,7 @@ class HangWatch(Participant):
 
     def _calculate_timeouts(self, is_end: bool) -> None:
         trainer, progress = self.session.fit.trainer, self.session.fit.progress
-        mine = progress.measured() if progress is not None else {}, self.has_loaded
-        everywhere: list[Any] = [mine]
-        if trainer.world_size > 1:
-            everywhere = [None] * trainer.world_size
-            torch.distributed.all_gather_object(everywhere, mine)
+        everywhere = self.session.fit.gather((progress.measured() if progress is not None else {}, self.has_loaded))
         # All ranks must get the same result, whatever each has measured.
         longest: dict[Section, float] = {}
         for measured, _ in everywhere:

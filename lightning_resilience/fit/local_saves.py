@@ -362,7 +362,7 @@ class LocalSavePolicy(Participant):
     def _completed(self, step: int, generation: str) -> None:
         """A generation is complete; called from the thread that saves."""
         if self._compared:
-            self.session.fit.note_replicas_agreed()
+            self.session.fit.replicas_agreed = True
         self._unrecorded += 1
         # The second is the first of which the interval is known.
         is_news = self._interval is not None and self._saves is not None and self._saves.stats.published == 2

@@ -162,8 +162,8 @@ class NumericsPolicy(Participant):
     def on_event(self, event: Event) -> None:
         """Rolls back, stops, decides what a bad second run means, or pauses saves."""
         payload = event.payload
-        if event.kind == _ROLL_BACK:
-            self._on_rollback(event)
+        if event.kind == _ROLL_BACK and self._is_news(event):
+            self._rollback(str(payload["reason"]), int(payload["step"]))
         elif event.kind == _STOP and self._is_news(event):
             self._save_and_end(f"{payload['reason']}, after step {payload['step']}")
         elif event.kind == _RERUN:
@@ -465,10 +465,6 @@ class NumericsPolicy(Participant):
     def _save_and_end(self, reason: str, exit_code: int = FAILED) -> None:
         self.session.saver.save("bad step")
         self._end(reason, exit_code)
-
-    def _on_rollback(self, event: Event) -> None:
-        if self._is_news(event):
-            self._rollback(str(event.payload["reason"]), int(event.payload["step"]))
 
     def _rollback(self, reason: str, step: int) -> None:
         session = self.session

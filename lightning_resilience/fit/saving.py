@@ -438,13 +438,8 @@ class Saver:
             if divergence is not None:
                 self._fit.diverged(divergence)
             elif "" not in state.digests:
-                self._fit.note_replicas_agreed()
+                self._fit.replicas_agreed = True
         return divergence is None
-
-    def at_end_of_epoch(self) -> None:
-        """Waits until the state is copied: hooks at the end of an epoch may change it."""
-        if self._background is not None:
-            self._background.fence()
 
     def at_boundary(self) -> None:
         """Raises errors of the background writer."""

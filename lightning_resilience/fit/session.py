@@ -355,7 +355,7 @@ class FitSession:
             for at_end_of_epoch in self.fit.participants.implement(Participant.at_end_of_epoch):
                 at_end_of_epoch()
             self.fit.time.enter(time_account.CALLBACKS)
-            self.saver.at_end_of_epoch()
+            self.saver.fence()
             self._ending.end_of_epoch(would_agree)
             self.fit.enter("out_of_section")
 

@@ -550,8 +550,6 @@ def _settings(options: argparse.Namespace) -> LaunchSettings:
     timeouts = [options.section_timeouts] if options.section_timeouts else []
     if options.out_of_section_timeout is not None:
         timeouts.append(f"out_of_section:{options.out_of_section_timeout}")
-    if re.match(r"[a-z0-9+]+:/", str(options.run_dir)):
-        parser.error(f"--run-dir {options.run_dir}: a run directory is on a file system that all nodes have mounted")
     if options.run_dir is not None and options.run_dir.exists() and not options.run_dir.is_dir():
         parser.error(f"--run-dir {options.run_dir} is a file, and must be a directory, or not there yet")
     job = JOBS.get(options.recipe, JOBS["nemo"])  # MODULE:FUNCTION is imported by the workers only
@@ -594,7 +592,7 @@ def _settings(options: argparse.Namespace) -> LaunchSettings:
         grace_period_s=job.grace_period_s if options.grace_period is None else options.grace_period,
         section_timeouts=section_timeouts,
         makes_spares=options.spares == "auto",
-        local_dir=None if options.local_dir is None else options.local_dir.expanduser().absolute(),
+        local_dir=options.local_dir,
         is_default_run_dir=options.run_dir is None,
         continue_anyway=options.continue_anyway,
         retries_in_new_job=options.retries_in_new_job,
@@ -626,7 +624,7 @@ def _command(options: argparse.Namespace) -> list[str]:
 def _directory(options: argparse.Namespace) -> Path:
     """The run directory of a command, regardless of what was begun afresh beside it."""
     named: Path | None = options.run_dir
-    return naming.default_directory(_command(options)) if named is None else named.expanduser().absolute()
+    return naming.default_directory(_command(options)) if named is None else named
 
 
 def _begin_afresh(options: argparse.Namespace) -> Path:
@@ -706,7 +704,6 @@ def _forwarded(options: argparse.Namespace) -> list[str]:
     for action in options.launch_actions:
         value = getattr(options, action.dest)
         if action.dest not in _NOT_FORWARDED and value != action.default:
-            value = value.expanduser().absolute() if isinstance(value, Path) else value
             forwarded.append(action.option_strings[0] + ("" if value is True else f"={value}"))
     return forwarded
 
@@ -762,7 +759,9 @@ def _not_empty(text: str) -> str:
 
 
 def _path(text: str) -> Path:
-    return Path(_not_empty(text))
+    if re.match(r"[a-z0-9+]+:/", _not_empty(text)):
+        raise argparse.ArgumentTypeError(f"{text} is no folder on a mounted file system")
+    return Path(text).expanduser().absolute()
 
 
 def _seconds(text: str) -> float:

@@ -221,7 +221,6 @@ class Preview:
         finished: How the run has finished, if there is nothing to do.
         decision: What the budget allows.
         history: What has happened so far.
-        is_resumed: Whether it asks for nothing new.
         changes: What differs from the last start.
         watched: The launch on another host whose record it would watch first.
         command: The command line of the elastic launcher.
@@ -232,7 +231,6 @@ class Preview:
     finished: Outcome | None
     decision: budget.Decision
     history: History
-    is_resumed: bool
     changes: str
     watched: Record | None
     command: list[str]
@@ -352,7 +350,6 @@ class Launch:
             finished,
             decision,
             history,
-            self._is_resumed,
             _describe_all(found, edited),
             holder if refusal is None else None,
             command,

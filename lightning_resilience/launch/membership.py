@@ -205,11 +205,11 @@ class Membership:
             if self.leave_together is leave and not self.is_over:
                 self._end_generation(next_one)
 
-    def replacement(self, within_s: float = 0.0) -> Replacement | None:
+    def replacement(self, within_s: float | None = 0.0) -> Replacement | None:
         """The replacement that is due, if there is one; returns at once when the supervisor restarts all ranks.
 
         Args:
-            within_s: How long to wait for it.
+            within_s: How long to wait for it; ``None``: until it is due.
         """
         with self._news:
             self._news.wait_for(lambda: self._replacement is not None or self._restarts, within_s)
@@ -219,16 +219,17 @@ class Membership:
         """Waits at the door until this process is taken into a generation; ``None`` when all ranks are restarted."""
         standstill.leave()
         self.say("waiting")
-        with self._news:
-            self._news.wait_for(lambda: self._replacement is not None or self._restarts)
-            return None if self._restarts else self._replacement
+        return self.replacement(None)
 
-    def step_back(self, replacement: Replacement) -> None:
-        """This process is in no generation from now on, since others of its group are lost: it goes to the door."""
+    def _settle(self, replacement: Replacement) -> None:
         with self._news:
             if self._replacement == replacement:
                 self._replacement = None
             self.generation, self.leave_together = replacement.generation, None
+
+    def step_back(self, replacement: Replacement) -> None:
+        """This process is in no generation from now on, since others of its group are lost: it goes to the door."""
+        self._settle(replacement)
         os.environ[JOINS_VARIABLE] = "1"
 
     def await_restart(self, within_s: float) -> None:
@@ -253,10 +254,7 @@ class Membership:
 
     def begin(self, replacement: Replacement) -> None:
         """This process is in the new generation from now on, and so is what it starts."""
-        with self._news:
-            if self._replacement == replacement:
-                self._replacement = None
-            self.generation, self.leave_together = replacement.generation, None
+        self._settle(replacement)
         os.environ["TORCHELASTIC_RESTART_COUNT"] = str(replacement.generation)
         os.environ["MASTER_PORT"] = str(replacement.port)
         if replacement.members != self.members:

@@ -365,10 +365,9 @@ def _labels(found: Mapping[str, Any], axis: Axis) -> Iterator[str]:
     for number, each in enumerate(found["interruptions"], 1):
         place, text = axis.place(each["time"]), f" <span>{_text(each['cause'])}</span>"
         width = 0.009 * len(f"{number} {each['cause']}") + 0.02
-        free = next((lane for lane, end in enumerate([*ends, -1.0]) if end <= place), 0)
-        if free >= _MARK_LANES or place + width > 1.0:
+        free = next((lane for lane, end in enumerate([*ends, -1.0]) if end <= place))
+        if place + width > 1.0:
             text, width = "", 0.035
-            free = next((lane for lane, end in enumerate([*ends, -1.0]) if end <= place), 0)
         if free < _MARK_LANES:
             ends[free : free + 1] = [place + width]
             style = f"left:{_share(min(place, 0.97))};bottom:{free * 1.3}em"
@@ -577,13 +576,11 @@ class _Life:
     """A fit, from where it begins or is restored to where it is restored again or ends.
 
     Attributes:
-        is_rollback: Whether it goes on in the same processes.
         points: Moments and steps.
         from_step: The furthest step before it.
     """
 
     fit: int
-    is_rollback: bool
     from_step: int
     points: list[tuple[float, int]] = field(default_factory=list)
 
@@ -598,7 +595,7 @@ def _lives(events: Iterable[Event]) -> list[_Life]:
         if not isinstance(fit, int):
             continue
         if isinstance(event, (Fresh, Resumed, RestoredInPlace)):
-            current[fit] = _Life(fit, isinstance(event, RestoredInPlace), furthest[fit])
+            current[fit] = _Life(fit, furthest[fit])
             lives.append(current[fit])
         step, moment = getattr(event, "step", None), event.time
         if isinstance(event, Fresh):

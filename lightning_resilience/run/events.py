@@ -39,8 +39,6 @@ EVENTS: dict[str, type[Event]] = {}
 
 SIGNED = "may be negative"
 
-Seconds = Annotated[float, "s"]
-Count = Annotated[int, "count"]
 Fit = Annotated[int, "number of the script's fit, from 0"]
 Step = Annotated[int, "`trainer.global_step`: optimizer steps"]
 Reason = Annotated[str, "why"]

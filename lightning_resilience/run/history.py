@@ -41,9 +41,6 @@ from lightning_resilience.run.failures import Failure, RepeatedMistake, first_ca
 from lightning_resilience.run.ledger import Ledger, Reader, reader_of
 from lightning_resilience.run.run_directory import RunDirectory
 
-EXCLUDE_THIS_NODE = "exclude_this_node"
-"""The action of a :class:`.WorkloadRequest` to go on without the node that asks."""
-
 Then = Literal["requeue", "end"]
 """What follows an allocation."""
 

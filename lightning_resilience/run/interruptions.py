@@ -40,7 +40,6 @@ class Interruption:
         time: When the last event that belongs to it was recorded.
         kind: ``crash``, ``preempted`` or ``launcher killed``.
         reason: What was recorded about it.
-        saved_step: Step of the last save before it.
         reached_step: The furthest known step of the workers that it ended.
         resumed_step: The step from which their successors went on; 0 if from the beginning.
         seconds_lost: From the moment whose state was resumed until training went on from it.
@@ -51,7 +50,6 @@ class Interruption:
     time: float
     kind: str
     reason: str
-    saved_step: int | None
     reached_step: int | None
     resumed_step: int | None
     seconds_lost: float | None
@@ -80,7 +78,6 @@ def interruptions(events: Iterable[Event]) -> list[Interruption]:
         resumed = (began.step if isinstance(began, Resumed) else 0) if began is not None else None
         fit = None if began is None else began.fit
         steps = [(event, step) for event, step in _with_steps(before) if getattr(event, "fit", None) == fit]
-        saves = [step for event, step in steps if isinstance(event, Saved)]
         # What was resumed is the state of a save, or the one with which the interrupted workers had begun themselves.
         lost_since = states.get(resumed, before[0].time)
         if isinstance(began, Resumed) and began.saved_at is not None:
@@ -91,7 +88,6 @@ def interruptions(events: Iterable[Event]) -> list[Interruption]:
                 time=before[-1].time,
                 kind=kind,
                 reason=reason,
-                saved_step=saves[-1] if saves else None,
                 reached_step=max((step for _, step in steps), default=None),
                 resumed_step=resumed,
                 seconds_lost=None if began is None else max(0.0, began.time - lost_since),

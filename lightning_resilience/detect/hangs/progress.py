@@ -76,8 +76,6 @@ class Progress:
         self.timeouts = dict(timeouts)
         self.longest: dict[Section, float] = {}
         """The longest that each section has taken from one sign of progress to the next."""
-        self.counts: dict[Section, int] = {}
-        """How often each section was entered."""
         self._ticks = 0
         self._step = 0
         self._position = _NOWHERE
@@ -97,7 +95,6 @@ class Progress:
         self._section = section
         self._timeout = self.timeouts.get(section, math.inf)
         self._longest_here = self.longest.get(section, 0.0)
-        self.counts[section] = self.counts.get(section, 0) + 1
         self._since = time.monotonic()
         self._write()
 
@@ -134,7 +131,6 @@ class Progress:
         """A fit begins."""
         self.timeouts = dict(timeouts)
         self.longest.clear()
-        self.counts.clear()
         self._longest_here, self._since = 0.0, time.monotonic()
         self._section, self._step, self._position = "left", 0, _NOWHERE  # what was before is no part of it
         self.enter("setup")
