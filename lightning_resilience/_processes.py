@@ -47,10 +47,17 @@ def waited() -> float:
 
 
 def _seconds_since_start() -> float:
-    with suppress(OSError, ValueError, IndexError):
-        ticks = int(Path("/proc/self/stat").read_text(errors="replace").rpartition(")")[2].split()[19])
-        return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK"))
-    return 0.0
+    if (stat := stat_of("self")) is None:
+        return 0.0
+    return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - int(stat[19]) / os.sysconf("SC_CLK_TCK"))
+
+
+def stat_of(pid: int | str) -> list[str] | None:
+    """The fields of ``/proc/PID/stat`` from the state on; ``None`` if there is no such process, or thread."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return None
 
 
 def pid_namespace() -> str | None:
@@ -117,6 +124,6 @@ def _started(pid: int) -> str:
     """
     with suppress(FileNotFoundError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
-        return f"{boot}-{fields[19]}"
+        if (stat := stat_of(pid)) is not None:
+            return f"{boot}-{stat[19]}"
     return str(psutil.Process(pid).create_time())  # where there is no /proc

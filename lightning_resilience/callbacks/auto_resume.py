@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from dataclasses import fields
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -83,8 +82,7 @@ class AutoResume(SessionCallback):
         self.async_save = async_save
 
     def _participate(self, session: FitSession) -> Participant:
-        options = RegularSaveOptions(**{each.name: getattr(self, each.name) for each in fields(RegularSaveOptions)})
-        return RegularSaves(session, options)
+        return RegularSaves(session, self._options(RegularSaveOptions))
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Another callback saves: the run's own checkpoint follows at the next boundary."""

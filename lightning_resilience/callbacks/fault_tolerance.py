@@ -112,20 +112,9 @@ class FaultTolerance(SessionCallback):
 
     def _participate(self, session: FitSession) -> Participant:
         """Checks this rank's node and starts to watch."""
-        options = HangWatchOptions(
-            self.autoresume,
-            self.calculate_timeouts,
-            self.simulated_fault_params,
-            self.exp_dir,
-            self.exc_handling_policy,
-            self.section_timeouts,
-            self.engine,
-            self.health_check_interval_steps,
-            has_auto_resume=any(
-                isinstance(each, AutoResume) for each in lightning_callbacks.callbacks(session.fit.trainer)
-            ),
-        )
-        return HangWatch(session, options)
+        callbacks = lightning_callbacks.callbacks(session.fit.trainer)
+        has_auto_resume = any(isinstance(each, AutoResume) for each in callbacks)
+        return HangWatch(session, self._options(HangWatchOptions, has_auto_resume=has_auto_resume))
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """The set-up of this fit has loaded a checkpoint, so its time counts for the timeouts."""

@@ -118,18 +118,8 @@ class LocalCheckpoint(SessionCallback):
 
     def _participate(self, session: FitSession) -> Participant | None:
         """Finds the place for the local states, and offers those that are there for the resume."""
-        options = LocalSaveOptions(
-            self.dir,
-            self.every_n_train_steps,
-            self.train_time_interval,
-            self.keep,
-            self.replication,
-            self.replication_factor,
-            self.replication_jump,
-            self.probation_steps,
-            waits=self._waits(session.fit.trainer),
-            optional=self._injected,
-        )
+        waits = self._waits(session.fit.trainer)
+        options = self._options(LocalSaveOptions, waits=waits, optional=self._injected)
         try:
             return LocalSavePolicy(session, options)
         except Unusable as problem:  # on every rank

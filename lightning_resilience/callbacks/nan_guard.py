@@ -142,15 +142,7 @@ class NaNGuard(SessionCallback):
                 log.warning("NaNGuard is off: %s", problem)
             return None
         self._counts = StepCounts()
-        options = NumericsOptions(
-            self.action,
-            self.max_consecutive,
-            self.max_rollbacks,
-            self.check_grads,
-            self.rerun,
-            self.max_reruns,
-            optional=self._injected,
-        )
+        options = self._options(NumericsOptions, optional=self._injected)
         factor = self.spiky_loss_factor
         spikes = SpikeReference(factor, self.spike_window) if factor is not None else None
         return NumericsPolicy(session, options, self._counts, spikes)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from dataclasses import fields
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -113,8 +112,7 @@ class StragglerDetection(SessionCallback):
 
     def _participate(self, session: FitSession) -> Participant:
         """Chooses how to measure."""
-        options = StragglerOptions(**{each.name: getattr(self, each.name) for each in fields(StragglerOptions)})
-        return StragglerReports(session, options, self._keep_report)
+        return StragglerReports(session, self._options(StragglerOptions), self._keep_report)
 
     def _keep_report(self, report: Report) -> None:
         self.report = report

@@ -62,7 +62,7 @@ class HangWatchOptions:
 
     autoresume: bool
     calculate_timeouts: bool
-    simulated_fault: SimulatedFault | None
+    simulated_fault_params: SimulatedFault | None
     exp_dir: str | os.PathLike[str] | None
     exc_handling_policy: Callable[[BaseException], Any] | None
     section_timeouts: SectionTimeouts | None
@@ -327,7 +327,7 @@ class HangWatch(Participant):
     # -- faults, health and policy ------------------------------------------------------------------------------------
 
     def _prepare_fault(self) -> FaultInjector | None:
-        fault, session = self._options.simulated_fault, self.session
+        fault, session = self._options.simulated_fault_params, self.session
         if fault is None:
             return None
         injector = FaultInjector(

@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Collection
+from dataclasses import fields
 from functools import cache
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from lightning_resilience._arguments import changed, shown
 from lightning_resilience._files import Patience
@@ -18,7 +19,10 @@ from lightning_resilience.fit.session import FitSession
 from lightning_resilience.run.run_directory import OFF_VARIABLE, RunDirectory, is_turned_off
 
 if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
     from lightning.pytorch import LightningModule, Trainer
+
+_Options = TypeVar("_Options", bound="DataclassInstance")
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +48,15 @@ class SessionCallback(lightning_callbacks.ResilienceCallback):
     def _participate(self, session: FitSession) -> Participant | None:
         """The participant of this callback, made in the ``setup`` of a fit; ``None``: this callback is off."""
         raise NotImplementedError
+
+    def _options(self, kind: type[_Options], **more: Any) -> _Options:
+        """What this callback was given, for its policy: the attributes that have the names of the fields of ``kind``.
+
+        Args:
+            kind: A dataclass.
+            more: Its other fields.
+        """
+        return kind(**{each.name: getattr(self, each.name) for each in fields(kind) if each.name not in more}, **more)
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the fit in progress."""

@@ -354,7 +354,7 @@ def _marks(found: Mapping[str, Any], axis: Axis) -> Iterator[str]:
 
 
 def _labels(found: Mapping[str, Any], axis: Axis) -> Iterator[str]:
-    """Above a chart, number and cause of each interruption; where it is too crowded, only its number or nothing.
+    """Above a chart, number and cause of each interruption, at the right edge its number, and nothing in a crowd.
 
     Args:
         found: Content of the report.

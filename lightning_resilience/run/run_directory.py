@@ -233,7 +233,9 @@ class FitDirectory:
 
     @property
     def forks(self) -> list[int]:
-        """At which steps the fit has left a course for another one, oldest first; see :func:`~.generations.counts`.
+        """At which steps the fit has left a course for another one, oldest first.
+
+        See :func:`~.generations.is_on_course`.
 
         Raises:
             OSError: If they cannot be read.

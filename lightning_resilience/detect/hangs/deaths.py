@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from lightning_resilience._processes import is_being_killed
+from lightning_resilience._processes import is_being_killed, stat_of
 from lightning_resilience.run import exit_codes
 
 _PF_EXITING = 0x4  # linux/sched.h
@@ -101,7 +101,7 @@ class ExitWatcher:
 
     def status(self, pid: int) -> int | None:
         """How a process that was added has ended, as ``os.wait`` gives it; ``None``: not known."""
-        fields = _stat(pid)
+        fields = stat_of(pid)
         if fields is not None and fields[0] == "Z":
             return int(fields[49])
         if (pidfd := self._pidfds.get(pid)) is None:
@@ -117,13 +117,13 @@ class ExitWatcher:
 
 def is_ending(pid: int) -> bool:
     """Whether a process is ending: with much memory, or held by a driver, that takes seconds."""
-    fields = _stat(pid)
+    fields = stat_of(pid)
     return fields is None or fields[0] in "ZX" or bool(int(fields[6]) & _PF_EXITING) or is_being_killed(pid)
 
 
 def is_stopped(pid: int) -> bool:
     """Whether a process is stopped, such as by Ctrl-Z at its terminal."""
-    fields = _stat(pid)
+    fields = stat_of(pid)
     return fields is not None and fields[0] == "T"
 
 
@@ -131,7 +131,7 @@ def has_active_thread(pid: int) -> bool:
     """Whether a thread of a process runs, wants to run, or waits for storage."""
     with suppress(OSError):
         for thread in os.listdir(f"/proc/{pid}/task"):
-            fields = _stat(f"{pid}/task/{thread}")
+            fields = stat_of(f"{pid}/task/{thread}")
             if fields is not None and fields[0] in "RD":
                 return True
     return False
@@ -187,11 +187,3 @@ def _oom_kills(file: Path) -> int | None:
             if name == "oom_kill":
                 return int(count)
     return None
-
-
-def _stat(pid: int | str) -> list[str] | None:
-    """The fields of ``/proc/PID/stat`` from the state on; ``None`` if there is no such process, or thread."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
-    except OSError:
-        return None

@@ -66,7 +66,7 @@ class RankEvidence:
         process: Its training process.
         section: See ``progress.Section``; ``left``: it has left the fit (ended it, or raised).
         step: ``trainer.global_step``.
-        position: The last boundary that it passed, see ``agreement.Position``.
+        position: The last boundary that it passed, see ``agreement_protocol.Position``.
         seconds: Since its last progress.
         timeout: How many seconds it may take.
         answers: Whether a thread of it that needs no interpreter lock answers; ``None``: it could not be asked.

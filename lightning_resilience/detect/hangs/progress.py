@@ -24,7 +24,7 @@ Section = Literal["setup", "step", "validation", "checkpointing", "out_of_sectio
 ``left`` is a rank that has left the fit, and ``start`` a launched one before its first fit or after one."""
 
 Position = tuple[int, int, int, int]
-"""A place in the fit, see ``agreement.Position``; the parts are written as they are."""
+"""A place in the fit, see ``agreement_protocol.Position``; the parts are written as they are."""
 
 _SECTIONS: tuple[Section, ...] = get_args(Section)
 _NUMBER = {section: number for number, section in enumerate(_SECTIONS)}
