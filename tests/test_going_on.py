@@ -926,6 +926,29 @@ def test_no_step_of_a_device_is_done_again_when_a_rank_comes_back(tmp_path: Path
 
 
 @pytest.mark.parametrize(
+    ("reason", "options"),
+    [
+        pytest.param("manual optimization makes its steps itself", {"manual": True}, id="manual"),
+        pytest.param("an iterable dataset divides itself", {"data": "iterable"}, id="iterable"),
+        pytest.param(
+            "DDP has static_graph=True", {"ddp": {"static_graph": True}}, id="static graph", marks=pytest.mark.campaign
+        ),
+    ],
+)
+@pytest.mark.slow
+def test_ranks_that_could_not_train_for_a_lost_one_wait_for_its_replacement(
+    tmp_path: Path, reason: str, options: dict[str, Any]
+) -> None:
+    config = with_ranks(make(tmp_path, "disturbed", trainer={"max_epochs": 2}, **options), 2)
+    config["events"] = [{"at": "train", "step": 13, "rank": 1, "do": "SIGKILL", "once": True}]
+    output = gone_on(tmp_path, config, 2, "--spares=off")
+    assert output.count(f"If a rank is lost, the others wait for its replacement: {reason}") == 1, output
+    assert f"The other ranks keep their processes. They wait for it: {reason}." in output
+    assert [each[:2] for each in changes(Path(config["run_dir"]) / "ledger")] == [([1], [0, 1])], output
+    assert "Restarting all ranks" not in output
+
+
+@pytest.mark.parametrize(
     ("global_batch", "data"),
     [
         pytest.param("constant", {}, id="constant"),

@@ -327,9 +327,9 @@ class Condition:
 
     def notify_all(self) -> None: ...
 
-    def wait_for(self, is_so: Callable[[], bool], within_s: float = float("inf")) -> bool:
+    def wait_for(self, is_so: Callable[[], bool], within_s: float | None = None) -> bool:
         if not is_so():
-            of_now().pause(of_now().now + within_s, is_so)
+            of_now().pause(float("inf") if within_s is None else of_now().now + within_s, is_so)
         return is_so()
 
 
@@ -539,7 +539,9 @@ class Policy(LocalSavePolicy):
         self.process, self.session = process, session
         self.locations = [RankLocation(rank, size, rank, size, "node") for rank in range(size)]
         self.location = self.locations[process.rank]
-        self._common, self._kept_here, self._unrecorded = [0], range(size), 0
+        self._compared: Any = [0]
+        self._kept_here, self._unrecorded = range(size), 0
+        self._shards = 1
         self._saves: Any = SimpleNamespace(sees_writes=False, save_now=self.save_now)
         self.store: Any = SimpleNamespace(path=self.path)
 
@@ -1070,7 +1072,7 @@ class Simulation:
         rank, size = process.rank, process.size
         token, nonce = self.collective(process, "token", (self.claim, f"{process.pid} {self.now}"))[0]
         exact = SimpleNamespace(
-            epoch_begun=object(), resumed=None, before_evaluation=None, logs=None, worker_states=None
+            epoch_begun=object(), resumed=None, before_evaluation=None, logs=None, worker_states=None, places=size
         )
         # What is known of absent ranks is among the values of this one.
         exact.absent_states, exact.put_back_absent, exact.stand_in = {}, lambda _: None, lambda *_: None
@@ -1100,6 +1102,7 @@ class Simulation:
         session.why_not = "of the test" if is_refused else None
         process.was_disturbed |= is_refused
         replaceability.begin(session)
+        replaceability.before_training_data([])
         process.ready_in = process.generation
         self.pause()
         try:
@@ -1351,12 +1354,14 @@ class AbsentRanks:
     """Stands for :mod:`~lightning_resilience.fit.absent_ranks`."""
 
     @staticmethod
-    def why_not(trainer: Any, before: int) -> str | None:
-        return of_now().schedule.fewer or None
+    def why_not(trainer: Any, before: int, some_are_absent: bool) -> str | None:
+        assert some_are_absent, "it is asked while all are there"
+        simulation = of_now()
+        return None if simulation.schedule.seed % 2 else simulation.schedule.fewer or None
 
     @staticmethod
-    def why_not_divided(trainer: Any) -> str | None:
-        return None
+    def why_not_divided(trainer: Any, loaders: Any) -> str | None:
+        return of_now().schedule.fewer or None
 
 
 @contextmanager
@@ -1495,7 +1500,7 @@ def test_every_run_of_groups_ends_as_the_undisturbed_one(folder: Path, seeds: ra
     found = run_all(seeds, folder, Schedule.of_groups)
     assert found["finished"] > 0.5 * len(seeds)
     for each in ("gone on with fewer", "taken in", "sent back", "at an agreed boundary"):
-        assert found[each] > 0.05 * len(seeds), each
+        assert found[each] > 0.04 * len(seeds), each
     assert found["newcomers lost"] > 0.01 * len(seeds)
 
 

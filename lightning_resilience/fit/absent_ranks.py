@@ -44,12 +44,13 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-def why_not(trainer: Trainer, before: int) -> str | None:
+def why_not(trainer: Trainer, before: int, some_are_absent: bool | None = None) -> str | None:
     """Why the ranks that are there cannot have the steps of a run of others; ``None`` if they can.
 
     Args:
         trainer: The Trainer, when its strategy is set up.
         before: How many ranks the run has; if there are not as many, they train for those that are absent.
+        some_are_absent: Whether to ask for that case; default: if it is so.
     """
     module, group = trainer.lightning_module, lightning_strategies.group_size(trainer)
     if lightning_strategies.name_of(trainer.strategy) == "ModelParallelStrategy" and not group:
@@ -62,7 +63,7 @@ def why_not(trainer: Trainer, before: int) -> str | None:
         return "ranks train apart (LocalSGD)"
     if lightning_data.fetches_itself(module):
         return "training_step fetches its batches itself"
-    if before <= trainer.world_size:
+    if not (before > trainer.world_size if some_are_absent is None else some_are_absent):
         return None
     if lightning_strategies.has_static_graph(trainer):
         return "DDP has static_graph=True"
@@ -71,9 +72,8 @@ def why_not(trainer: Trainer, before: int) -> str | None:
     return None
 
 
-def why_not_divided(trainer: Trainer) -> str | None:
-    """Why the training data of a fit that has begun cannot be divided among more ranks; ``None`` if they can."""
-    loaders = lightning_data.train_loaders(trainer)
+def why_not_divided(trainer: Trainer, loaders: Sequence[Any]) -> str | None:
+    """Why the training data of a fit cannot be divided among more ranks than processes; ``None`` if they can."""
     return next(filter(None, (lightning_micro_batches.why_not(trainer, each) for each in loaders)), None)
 
 

@@ -18,7 +18,7 @@ import gc
 import logging
 import os
 import threading
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -52,6 +52,8 @@ if TYPE_CHECKING:
     from lightning_resilience.fit.session import FitSession
 
 log = logging.getLogger(__name__)
+
+_NOT_KNOWN_YET = "it is not known yet what it trains on"
 
 _runs: list[bool] = []
 """For every run of a Trainer that this process has begun, whether it has ended."""
@@ -213,6 +215,8 @@ class Replaceability(Participant):
         self._line = membership.current()
         self.leaves = False
         self.why_not: str | None = "launch --elastic has not started it"
+        self._ready: dict[str, Any] = {}
+        self._judges_data = False
 
     @property
     def is_possible(self) -> bool:
@@ -229,14 +233,18 @@ class Replaceability(Participant):
             log.warning("--replace-stragglers replaces nothing: the Trainer has no StragglerDetection.")
         self.why_not = why_not(session)
         if self.why_not is None:
-            fewer = absent_ranks.why_not(trainer, len(self._line.slots)) or absent_ranks.why_not_divided(trainer)
+            fewer = absent_ranks.why_not(trainer, len(self._line.slots), some_are_absent=True)
+            # Where some are absent the data are divided already, and from the first generation on it is known.
+            self._judges_data = fewer is None and is_first and session.exact.places == trainer.world_size
+            fewer = fewer or self._line.why_not_fewer or (_NOT_KNOWN_YET if self._judges_data else None)
             group = max(1, lightning_strategies.group_size(trainer))
             if any(len(node) % group for node in self._line.nodes):
                 # Who goes on could lack a part of the state of which every copy is on the other nodes of a group.
                 fewer = fewer or "groups of ranks that share the state out spread over several nodes"
             self._line.leave_together = self._ask_to_leave  # cut in the midst of a step, they would do it again
             tasks = lightning_loggers.why_others_cannot_log(trainer)
-            self._line.say("ready", fewer=fewer or "", tasks=tasks or "", group=group)
+            self._ready = {"tasks": tasks or "", "group": group}
+            self._say_ready(fewer)
             is_gpu = trainer.strategy.root_device.type != "cpu"
             if trainer.is_global_zero and is_first and is_gpu and dist.get_backend() != "gloo":
                 log.info("--elastic has not been run with NCCL yet: if a replacement fails, all ranks are restarted.")
@@ -244,6 +252,22 @@ class Replaceability(Participant):
         self._line.say("refused", self.why_not)
         if trainer.is_global_zero:
             log.warning("The loss of a rank will restart all ranks: %s.", self.why_not)
+
+    def before_training_data(self, loaders: Sequence[Any]) -> None:
+        """Only now it is known whether others can train on what a lost rank would."""
+        if self._judges_data:
+            self._judges_data = False
+            self._say_ready(absent_ranks.why_not_divided(self._fit.trainer, loaders))
+
+    def _say_ready(self, why_not_fewer: str | None) -> None:
+        line = self._line
+        assert line is not None
+        line.say("ready", fewer=why_not_fewer or "", **self._ready)
+        if why_not_fewer == _NOT_KNOWN_YET:
+            return
+        line.why_not_fewer = why_not_fewer
+        if why_not_fewer is not None and line.goes_on and line.generation == 0 and self._fit.rank == 0:
+            log.warning("If a rank is lost, the others wait for its replacement: %s.", why_not_fewer)
 
     def _ask_to_leave(self) -> None:
         if self._fit.rank == 0:

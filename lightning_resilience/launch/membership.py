@@ -73,6 +73,7 @@ class Membership:
         cut: Called in the thread of the channel when a rank was lost: frees a main thread that waits for it.
         leave_together: Called in the thread of the channel when ranks come back: has all leave the fit at one boundary.
             They are cut if they are not there in time, and at once where it is ``None``.
+        why_not_fewer: Why the fit cannot go on with fewer ranks, as it has said in a generation before.
         stop: Called in the thread of the channel when all ranks are to save and end.
         is_stopping: Whether they are.
         begin_generation: Called in the main thread when a generation begins.
@@ -85,6 +86,7 @@ class Membership:
         self._on_a_node = int(os.environ.get("LOCAL_WORLD_SIZE", str(len(self.slots))))
         self.cut: Callable[[], None] = lambda: None
         self.leave_together: Callable[[], None] | None = None
+        self.why_not_fewer: str | None = None
         self.stop: Callable[[], None] = lambda: None
         self.is_stopping = False
         self.begin_generation: Callable[[], None] = lambda: None
@@ -152,6 +154,11 @@ class Membership:
         self._channel.send("state", state=state, generation=self.generation, **what)
 
     @property
+    def goes_on(self) -> bool:
+        """Whether the others are to go on without a rank that is lost."""
+        return os.environ.get(ELASTIC_VARIABLE) == "go_on"
+
+    @property
     def is_told_who_stops(self) -> bool:
         """Whether a signal may be for the node of this rank alone, without which the others go on.
 
@@ -159,8 +166,7 @@ class Membership:
         whether all stop; or this node leaves, and its ranks end.
         """
         is_ending = self.is_stopping or self.is_over or self._restarts
-        goes_on = os.environ[ELASTIC_VARIABLE] == "go_on"
-        return goes_on and len(self.slots) > self._on_a_node and not is_ending
+        return self.goes_on and len(self.slots) > self._on_a_node and not is_ending
 
     def stop_if_untold(self) -> None:
         """The supervisor has not said who stops: the signal was for this rank alone, and all stop with it."""
