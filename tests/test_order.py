@@ -71,7 +71,7 @@ PLACES = {
     "nan: saved": "NumericsPolicy.after_save",
     "nan: check state": "NumericsPolicy.check_state",
     "nan: look back": "NumericsPolicy.looks_bad",
-    "nan: roll back": "NumericsPolicy._on_rollback",
+    "nan: roll back": "NumericsPolicy._rollback",
     "nan: failure": "NumericsPolicy.on_failure",
     "nan: leave": "NumericsPolicy.leave",
     "replicas: digest": "ReplicaComparison.digest",

@@ -267,7 +267,14 @@ class Participants:
         """The implementations of the methods of a training step, found once. For the main thread."""
         if (calls := self._step_calls) is None:
             calls = self._step_calls = StepCalls(
-                *(self.implement(getattr(Participant, name)) for name in StepCalls._fields)
+                self.implement(Participant.after_batch),
+                self.implement(Participant.at_boundary),
+                self.implement(Participant.skips_batch),
+                self.implement(Participant.before_batch),
+                self.implement(Participant.batch_ready),
+                self.implement(Participant.batch_begins),
+                self.implement(Participant.batch_done),
+                self.implement(Participant.before_batch_end),
             )
         return calls
 
