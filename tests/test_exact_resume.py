@@ -192,6 +192,17 @@ def test_ranks_with_callbacks_that_change_what_is_trained(tmp_path: Path, callba
     assert "have changed since" not in said
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.also_as_on_gpu("1")
+@pytest.mark.slow_but_for("cpu-1")
+def test_a_validation_of_averaged_weights_is_not_stopped_within(tmp_path: Path, ranks: int) -> None:
+    """What Lightning's callback, or one of the user's, puts into the module for it would be taken for the trained."""
+    averages = {"EMAWeightAveraging": {"decay": 0.9}}
+    options = {"lightning_callbacks": averages, "validation": True, "trainer": {"devices": ranks}}
+    term = {"at": "validation", "step": 32, "do": "SIGTERM"}
+    assert killed_and_resumed(tmp_path, [term], **options)[:2] == undisturbed(tmp_path, **options)
+
+
 @pytest.mark.parametrize("tickets", [True, False], ids=["lottery tickets", "masks only"])
 def test_going_back_to_before_a_pruning(tmp_path: Path, tickets: bool) -> None:
     """Lottery tickets are trained with the weights, on one device: only a new process has the first ones."""

@@ -25,7 +25,9 @@ from lightning_resilience._lightning import (
     lightning_strategies,
 )
 from lightning_resilience._lightning.lightning_micro_batches import Division, TrainingData
+from lightning_resilience._torch import local
 from lightning_resilience.checkpoint import data_position
+from lightning_resilience.checkpoint.digest import Digest
 from lightning_resilience.checkpoint.reduction_order import (
     GradientArrivalRecorder,
     inexact_reasons,
@@ -549,8 +551,19 @@ class ExactState:
             self._before_fetch = self.get_random_state()
 
     def evaluation_starts(self) -> None:
-        """Saves during the evaluation hold what it changes as it is now."""
+        """Saves during the evaluation hold what it changes as it is now, but for weights."""
         self.before_evaluation = self._now()
+        self._weights = self._digest_of_weights()
+
+    def evaluation_has_changed_weights(self) -> bool:
+        """Whether the model is another one than when the evaluation began: averages of its weights, say."""
+        return self._weights.hexdigest() != self._digest_of_weights().hexdigest()
+
+    def _digest_of_weights(self) -> Digest:
+        """On an accelerator nobody waits for it. Not of buffers: DDP may bring those of rank 0 to the others."""
+        digest = Digest()
+        digest.add(map(local, lightning_strategies.trained_parameters(self.fit.trainer)))
+        return digest
 
     def evaluation_ends(self) -> None:
         """Saves hold the current state again."""

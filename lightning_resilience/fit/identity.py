@@ -49,6 +49,7 @@ class FitIdentity:
         """Whether the fit resumes from a checkpoint of its own."""
         self._fingerprint: dict[str, str] = {}
         self._optimizers: Settings | None = None
+        self._has_seen_data = False
 
     def describe(self) -> None:
         """Records the parameters, before the strategy shards them or changes their types."""
@@ -96,7 +97,13 @@ class FitIdentity:
             self._optimizers = _settings_of_optimizers(self.fit.trainer)
 
     def check_data(self, loaders: list[Any]) -> None:
-        """Raises if a finished fit had other training data: the script may run its fits in another order."""
+        """Raises if a finished fit had other training data: the script may run its fits in another order.
+
+        The first that a process has: where they are made anew in an epoch they may be others.
+        """
+        if self._has_seen_data:
+            return
+        self._has_seen_data = True
         fingerprint = self.fit.from_rank_0(lambda: self.fit.folder.fingerprint or {})
         data = data_position.describe_data(loaders, fingerprint.get("data"))
         if "data" not in fingerprint:

@@ -16,6 +16,7 @@ from lightning_resilience.fit import context, outputs, reentry
 from lightning_resilience.fit.context import from_rank_0, job, run_dir_of
 from lightning_resilience.fit.participant import Participant
 from lightning_resilience.fit.session import FitSession
+from lightning_resilience.launch.script_errors import WrongWorldSize
 from lightning_resilience.run.run_directory import OFF_VARIABLE, RunDirectory, is_turned_off
 
 if TYPE_CHECKING:
@@ -234,7 +235,7 @@ def _obstacle(trainer: Trainer) -> str | None:
 def _check_worker_count(trainer: Trainer) -> None:
     launched = int(os.environ.get("WORLD_SIZE", "1")) if "TORCHELASTIC_RUN_ID" in os.environ else trainer.world_size
     if launched != trainer.world_size:
-        raise RuntimeError(
+        raise WrongWorldSize(
             f"{launched} workers were started, but this Trainer has {trainer.world_size}. Pass the same numbers to "
             "Trainer(devices=, num_nodes=) and to the launcher (--nproc-per-node, --nnodes)."
         )

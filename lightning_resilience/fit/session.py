@@ -392,11 +392,17 @@ class FitSession:
             self.fit.trainer
         )
         for event in self.fit.agreement.boundary(position, Needs.CLEAN if clean else Needs.NOTHING):
-            self._act(event)
+            self._act(event, in_evaluation=True)
 
-    def _act(self, event: Event) -> None:
+    def _act(self, event: Event, in_evaluation: bool = False) -> None:
         # Ranks that train apart may be a long way apart, and this one is not stuck.
         self.fit.agreement.arrive(event, self.fit.advanced if self._train_apart else lambda: None)
+        saves_in_evaluation = in_evaluation and bool(event.needs & Needs.CLEAN)
+        if saves_in_evaluation and any(self.fit.gather(self.exact.evaluation_has_changed_weights())):
+            if self.fit.rank == 0:
+                log.info("The stop waits for the end of the validation, whose hooks have changed the weights.")
+                self.fit.agreement.request(event.kind, event.payload, event.needs | Needs.TRAINING)
+            return
         for on_event in self.fit.participants.implement(Participant.on_event):
             on_event(event)
 

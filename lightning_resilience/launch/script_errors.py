@@ -38,6 +38,9 @@ _OF_MACHINES = re.compile(
 # A path with a mistake in it, unless a training of the same command has begun before: then a disk is not mounted.
 _FILES = ("FileNotFoundError", "NotADirectoryError", "IsADirectoryError")
 
+# Names of parameters, layers and functions tell nothing of a machine: "network.0.weight".
+_NAMES = re.compile(r"\b[a-z0-9]+(?:[._][a-z0-9]+)+\b")
+
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
 _NOT_THE_USERS = (
     "<",  # <frozen runpy>
@@ -51,6 +54,10 @@ _WRAPPERS = re.compile(
 # What ranks raise whose peer has ended: who that was, and why, is said by the watchdog.
 _LOST_PEER = re.compile(r"gloo/transport/.*(Connection closed by peer|Connection reset by peer|Broken pipe)")
 _MOST_FILES = 100
+
+
+class WrongWorldSize(RuntimeError):
+    """The launcher has started another number of workers than the Trainer has: a person has to change one of them."""
 
 
 def describe(error: BaseException) -> dict[str, Any]:
@@ -74,7 +81,8 @@ def _mistake(error: BaseException) -> str | None:
     if kind.__module__ == "builtins" and kind.__name__ in _MISTAKES:
         return "code"
     is_one = kind.__name__ in _MISTAKES_OR_NOT or any(each.__name__ in _MISTAKES for each in kind.__mro__)
-    return "code" if is_one and not isinstance(error, OSError) and not _OF_MACHINES.search(str(error)) else None
+    may_be_better = isinstance(error, OSError) or _OF_MACHINES.search(_NAMES.sub("", str(error))) is not None
+    return "code" if is_one and not may_be_better else None
 
 
 def what_to_change(error: BaseException) -> str | None:
@@ -86,6 +94,8 @@ def what_to_change(error: BaseException) -> str | None:
     seen: list[BaseException] = []
     cause: BaseException | None = error
     while cause is not None and cause not in seen:
+        if isinstance(cause, WrongWorldSize):
+            return str(cause)
         if (found := _wrong_world_size(cause) or _past_max_epochs(cause)) is not None:
             return found
         seen.append(cause)
