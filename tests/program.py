@@ -97,7 +97,8 @@ DEFAULTS: dict[str, Any] = {
     "validation_draws": True,  # random numbers
     "plateau": False,
     "early_stopping": False,
-    "manual": False,  # or True, "accumulate", or "twice" (two backward passes for a step)
+    # or True, "accumulate", "twice" (two backward passes for a step) or "apart" (two optimizers; one accumulates)
+    "manual": False,
     "clips": False,  # by hand, without effect
     "save_every": 5,
     "model_checkpoint": None,
@@ -505,7 +506,16 @@ class Module(L.LightningModule):
             self.log("once_of_rank", loss.detach(), on_step=False, on_epoch=True)
         self.log("train_metric", self.metric, on_step=False, on_epoch=True)
         self.log("train_loss", loss, on_step=not self.config["logs_at_end"], on_epoch=True, sync_dist=True)
-        if self.config["manual"]:
+        if self.config["manual"] == "apart":
+            first, second = self.optimizers()
+            if batch_idx % 4 == 0:
+                second.zero_grad()
+            first.zero_grad()
+            self.manual_backward(loss)
+            first.step()
+            if batch_idx % 4 == 3:
+                second.step()
+        elif self.config["manual"]:
             optimizer = self.optimizers()
             window = 3 if self.config["manual"] == "accumulate" else 1
             if batch_idx % window == 0:
@@ -610,6 +620,8 @@ class Module(L.LightningModule):
     def configure_optimizers(self) -> Any:
         if self.config["lbfgs"]:
             return torch.optim.LBFGS(self.parameters(), lr=0.01, max_iter=2, tolerance_grad=0.0, tolerance_change=0.0)
+        if self.config["manual"] == "apart":
+            return [torch.optim.AdamW(each.parameters(), self.lr) for each in (self.net[0], self.net[1:])]
         # On an accelerator as the docs advise, so that a step can be skipped there.
         optimizer = torch.optim.AdamW(
             self.parameters(), self.lr, fused=self.config["fused"] or self.config["as_on_gpu"] is not None or None

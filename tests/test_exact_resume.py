@@ -80,6 +80,7 @@ TRAINERS = {
     "early stopping": {"validation": True, "early_stopping": True, "trainer": {"max_epochs": 8}, "save_every": 3},
     "manual optimization": {"manual": True},
     "manual optimization that accumulates": {"manual": "accumulate", "interval_s": 0.001, "save_every": 1},
+    "several optimizers of which one accumulates": {"manual": "apart", "save_every": 1},
     "max_steps": {"trainer": {"max_steps": 40, "max_epochs": -1}},
     "hooks that draw before the first batch": {"draws_at_start": True},
     "hooks that draw, with workers": {"draws_at_start": True, "workers": 2},
@@ -94,7 +95,12 @@ TRAINERS = {
     "options", some(TRAINERS, "manual optimization", "early stopping", "max_steps", "hooks that draw")
 )
 @pytest.mark.parametrize("step", [pytest.param(17, marks=pytest.mark.campaign), 31])
-@pytest.mark.slow_but_for("31-accumulation", "31-plateau on the training loss", "31-loaders made anew")
+@pytest.mark.slow_but_for(
+    "31-accumulation",
+    "31-plateau on the training loss",
+    "31-loaders made anew",
+    "31-several optimizers of which one accumulates",
+)
 def test_what_the_trainer_does_beside(tmp_path: Path, options: dict[str, Any], step: int) -> None:
     events = [{"at": "train", "step": step}]
     assert killed_and_resumed(tmp_path, events, **options)[:2] == undisturbed(tmp_path, **options)

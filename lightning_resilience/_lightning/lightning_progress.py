@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
-from typing import TYPE_CHECKING, Any
+import weakref
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lightning_resilience._lightning.lightning_callbacks import callbacks
 from lightning_resilience._lightning.lightning_patches import Patches
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
+
+log = logging.getLogger(__name__)
+
+_MOST_WAITED = 50
 
 
 def steps_counted(trainer: Trainer) -> int:
@@ -53,12 +63,51 @@ def accumulation_window_complete(trainer: Trainer) -> bool:
     return not trainer.fit_loop.epoch_loop._should_accumulate() and not trainer.fit_loop._skip_backward
 
 
-class BehindStep:
-    """Knows whether the last batch has made a step: manual optimization may accumulate gradients."""
+class _Gradient(NamedTuple):
+    """One of those of an optimizer, as it was.
 
-    def __init__(self) -> None:
+    Attributes:
+        parameter: Whose.
+        ref: To the tensor.
+        version: How often torch had counted writes to it.
+    """
+
+    parameter: torch.Tensor
+    ref: weakref.ref[torch.Tensor]
+    version: int
+
+    @staticmethod
+    def of(optimizer: Optimizer) -> _Gradient | None:
+        """The first that there is."""
+        parameters = (each for group in optimizer.param_groups for each in group["params"])
+        found = next(((each, each.grad) for each in parameters if each.grad is not None), None)
+        return None if found is None else _Gradient(found[0], weakref.ref(found[1]), found[1]._version)
+
+    @property
+    def is_there(self) -> bool:
+        """Whether it is the same tensor still: :meth:`~torch.optim.Optimizer.zero_grad` drops it."""
+        return self.parameter.grad is not None and self.parameter.grad is self.ref()
+
+
+class BehindStep:
+    """Knows whether the last batch has made a step: manual optimization may accumulate gradients.
+
+    One of several optimizers may, while others step. That is seen at its step, of gradients that were there before the
+    batch. Others are left with gradients that nobody waits for: those of a step, or of another one's loss.
+
+    Args:
+        trainer: The Trainer.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
         self._before: int | None = None
         self._are_seen = False
+        self._hook: Any = None
+        self._begun: weakref.WeakKeyDictionary[Optimizer, _Gradient | None] = weakref.WeakKeyDictionary()
+        self._stepped: weakref.WeakKeyDictionary[Optimizer, _Gradient | None] = weakref.WeakKeyDictionary()
+        self._accumulate: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._waited = 0
 
     def at(self, step: int) -> bool:
         """To be asked before the first batch and behind each one, with ``trainer.global_step``.
@@ -67,7 +116,42 @@ class BehindStep:
         """
         before, self._before = self._before, step
         self._are_seen |= step != (before or 0)
-        return before != step or not self._are_seen
+        is_behind = before != step or not self._are_seen
+        optimizers = self._trainer.optimizers
+        if len(optimizers) < 2:
+            return is_behind
+        if self._hook is None:
+            self._hook = register_optimizer_step_post_hook(self._after_step)
+        self._waited = self._waited + 1 if any(map(self._waits, optimizers)) else 0
+        self._begun.update((each, _Gradient.of(each)) for each in optimizers)
+        if self._waited == _MOST_WAITED:
+            log.warning(
+                "Some optimizer's gradients have waited for its step behind each of %d batches. Saves wait no longer, "
+                "and do not hold what was accumulated.",
+                _MOST_WAITED,
+            )
+        return is_behind and (not self._waited or self._waited >= _MOST_WAITED)
+
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if optimizer in self._trainer.optimizers:
+            if (begun := self._begun.get(optimizer)) is not None and begun.is_there:
+                self._accumulate.add(optimizer)
+            self._stepped[optimizer] = _Gradient.of(optimizer)
+
+    def _waits(self, optimizer: Optimizer) -> bool:
+        """Whether an optimizer has gradients that it has not made a step of, and will."""
+        if optimizer not in self._stepped:
+            return _Gradient.of(optimizer) is not None
+        last = self._stepped[optimizer]
+        if optimizer not in self._accumulate or last is None or last.parameter.grad is None:
+            return False
+        return not last.is_there or last.parameter.grad._version != last.version
+
+    def close(self) -> None:
+        """Looks at no more steps."""
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
 
 
 def evaluation_progress(trainer: Trainer) -> dict[str, Any]:

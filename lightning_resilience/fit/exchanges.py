@@ -55,7 +55,7 @@ class Exchanges(Participant):
         """When the first of their batches was; ``None``: it is still to come."""
         self._step_s: float | None = None
         """How long steps have taken before the last exchange."""
-        self._behind_step = lightning_progress.BehindStep()
+        self._behind_step = lightning_progress.BehindStep(session.fit.trainer)
         self._soon = self._asked = False
         self._stop_by: float | None = None
         self.loaded: dict[str, Any] | None = None
@@ -83,13 +83,18 @@ class Exchanges(Participant):
             for what in lightning_strategies.meets_in_every_step(fit.trainer):
                 log.warning("The ranks still wait for each other in every step: %s asks rank 0 for the time.", what)
 
+    def leave(self) -> None:
+        """The fit has ended."""
+        self._behind_step.close()
+
     def after_rollback(self) -> None:
         """All ranks are at a state that was saved, so behind an exchange."""
         self._begin()
 
     def _begin(self) -> None:
         self._have_exchanged()
-        self._behind_step = lightning_progress.BehindStep()
+        self._behind_step.close()
+        self._behind_step = lightning_progress.BehindStep(self.session.fit.trainer)
         self._behind_step.at(self.session.fit.trainer.global_step)
         if self._make_outer is not None:
             trained = self._trained()

@@ -108,7 +108,7 @@ class FitSession:
         self._running = False
         self._rollback_request: tuple[int, Callable[[], None], bool] | None = None
         self._own_callbacks: Any = None
-        self._behind_step = lightning_progress.BehindStep()
+        self._behind_step = lightning_progress.BehindStep(trainer)
         self._warm = False
         self._clean = False
         self._in_batch = False
@@ -467,7 +467,8 @@ class FitSession:
         self.exact.loading.undo()
         lightning_loops.reset_loops(fit.trainer, fit.module)
         self.exact.reset()
-        self._behind_step = lightning_progress.BehindStep()
+        self._behind_step.close()
+        self._behind_step = lightning_progress.BehindStep(fit.trainer)
         self._restorer.restore_from(choice)
         lightning_checkpoints.restore_training_state(fit.trainer)
         fit.counted_before += counted + 1 - fit.steps_counted
@@ -545,6 +546,7 @@ class FitSession:
             steps.callback(_each, fit.participants.implement(Participant.leave))
 
     def _release(self) -> None:
+        self._behind_step.close()
         self.exact.loading.undo()
         self.fit.patches.undo()
         self.exact.workers.leave()
