@@ -1374,6 +1374,41 @@ GUARDS = [
         "tests/test_replacement.py::test_one_rank_asks_all_to_leave_and_the_others_expect_it",
     ),
     Guard(
+        "whether others can train for a lost rank is asked for that case",
+        "fit/reentry.py",
+        "some_are_absent=True",
+        "some_are_absent=False",
+        "tests/test_going_on.py::test_ranks_that_could_not_train_for_a_lost_one_wait_for_its_replacement",
+    ),
+    Guard(
+        "no stop within a validation whose hooks have changed the weights",
+        "fit/session.py",
+        "if saves_in_evaluation and any(",
+        "if False and any(",
+        "tests/test_exact_resume.py::test_a_validation_of_averaged_weights_is_not_stopped_within",
+    ),
+    Guard(
+        "replicas of a shard are compared at local saves",
+        "checkpoint/save_coordinator.py",
+        'key = f"round/{number}/published/{self._shard}/{digest}"',
+        'key = f"round/{number}/published/{self._shard}/"',
+        "tests/test_save_simulation.py::test_a_generation_counts_where_every_rank_has_it_and_no_rank_waits_forever",
+    ),
+    Guard(
+        "saves wait for the step of an optimizer that accumulates while another steps",
+        "_lightning/lightning_progress.py",
+        " and (not self._waited or self._waited >= _MOST_WAITED)",
+        "",
+        "tests/test_behind_step.py::test_behind_which_batches_nothing_waits",
+    ),
+    Guard(
+        "other numbers of ranks than the launcher's are no error of a machine",
+        "launch/script_errors.py",
+        "if isinstance(cause, WrongWorldSize):",
+        "if False:",
+        "tests/test_launch.py::test_another_number_of_workers_than_the_trainers_ends_the_run_at_once",
+    ),
+    Guard(
         "agreement: the end of one watcher is that of both",
         "agreement.py",
         "                self._member.lose_touch(error)\n",
@@ -1657,8 +1692,8 @@ GUARDS = [
     Guard(
         "elastic: the policy knows how many ranks hold the state together",
         "fit/reentry.py",
-        'tasks=tasks or "", group=group)',
-        'tasks=tasks or "", group=1)',
+        '"group": group}',
+        '"group": 1}',
         "tests/test_replacement_simulation.py::test_every_run_of_groups_ends_as_the_undisturbed_one",
     ),
     Guard(

@@ -339,6 +339,15 @@ def test_a_script_that_cannot_go_on_with_the_run_is_not_tried_again(
     assert launcher.run("--recipe=workstation", "--continue-anyway", "script.py", "2", "2") == 0
 
 
+@pytest.mark.slow
+def test_another_number_of_workers_than_the_trainers_ends_the_run_at_once(launcher: Launcher) -> None:
+    launcher.script(FIT.replace("L.Trainer(", "L.Trainer(devices=1, "))
+    options = "--recipe=workstation", "--nproc-per-node=2"
+    assert launcher.run(*options, "script.py", "2", "2", program=REAL) == 1
+    assert len(launcher.events("start")) == 1
+    assert "2 workers were started, but this Trainer has 1. Pass the same numbers to" in launcher.stderr()
+
+
 @pytest.mark.parametrize(
     "mistake",
     [
