@@ -73,7 +73,7 @@ class Membership:
         cut: Called in the thread of the channel when a rank was lost: frees a main thread that waits for it.
         leave_together: Called in the thread of the channel when ranks come back: has all leave the fit at one boundary.
             They are cut if they are not there in time, and at once where it is ``None``.
-        why_not_fewer: Why the fit cannot go on with fewer ranks, as it has said in a generation before.
+        why_not_fewer: Why others cannot train on the data of lost ranks, as was known in the first generation.
         stop: Called in the thread of the channel when all ranks are to save and end.
         is_stopping: Whether they are.
         begin_generation: Called in the main thread when a generation begins.
