@@ -31,7 +31,7 @@ class Training:
         self.global_step += 1
 
     def clean(self, batches: int) -> Iterator[bool]:
-        trainer: Any = SimpleNamespace(optimizers=[self.first, self.second])
+        trainer: Any = SimpleNamespace(optimizers=[self.first, self.second], is_global_zero=True)
         behind = BehindStep(trainer)
         behind.at(0)
         for batch in range(batches):

@@ -165,8 +165,7 @@ class SimulatedSaves(LocalSaves):
     """With all its decisions, and without files."""
 
     def __init__(self, simulation: Saves, rank: int, coordinator: SaveCoordinator) -> None:
-        location = RankLocation(rank, simulation.world_size, 0, 1, f"n{rank}")
-        peers = Peers(location, [rank], coordinator, shards=simulation.shards)
+        peers = Peers(RankLocation(rank, simulation.world_size, 0, 1, f"n{rank}"), [rank], coordinator)
         layout = {"layout": {"commons": 1}}
         self.simulation = simulation
         super().__init__(None, peers, layout, simulation.schedule(self), 2)  # type: ignore[arg-type]

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _MOST_WAITED = 50
+"""Behind how many batches saves wait for a step, at most: windows of several optimizers may never end together."""
 
 
 def steps_counted(trainer: Trainer) -> int:
@@ -124,7 +125,7 @@ class BehindStep:
             self._hook = register_optimizer_step_post_hook(self._after_step)
         self._waited = self._waited + 1 if any(map(self._waits, optimizers)) else 0
         self._begun.update((each, _Gradient.of(each)) for each in optimizers)
-        if self._waited == _MOST_WAITED:
+        if self._waited == _MOST_WAITED and self._trainer.is_global_zero:
             log.warning(
                 "Some optimizer's gradients have waited for its step behind each of %d batches. Saves wait no longer, "
                 "and do not hold what was accumulated.",

@@ -294,7 +294,7 @@ def compared_parameters(trainer: Trainer) -> tuple[list[torch.Tensor], int]:
 
 
 def trained_tensors(trainer: Trainer, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """What all ranks of a DDP job have alike: the parameters that it reduces, and what optimizers keep for them."""
+    """What ranks have alike: parameters that are reduced, and what optimizers keep for them."""
     return [*parameters, *optimizer_tensors(trainer.optimizers, parameters)] if parameters else []
 
 

@@ -103,14 +103,12 @@ class Peers:
         kept_here: Ranks whose own shards this node keeps, replicas included.
         coordinator: Agrees on saves with the other ranks; ``None`` in a single process.
         replicas: Exchanges replicas with other nodes; ``None``: no replication.
-        shards: How many ranks hold the state together, while others hold the same; see :class:`.SaveCoordinator`.
     """
 
     location: RankLocation
     kept_here: Collection[int]
     coordinator: SaveCoordinator | None = None
     replicas: Replicas | None = None
-    shards: int = 1
 
 
 @dataclass
@@ -169,7 +167,6 @@ class LocalSaves:
         self._coordinator = peers.coordinator
         self._lead_s = _LEAD_S + _LEAD_PER_RANK_S * peers.location.world_size
         self._replicas = peers.replicas
-        self._shards = peers.shards
         self._stalls_s: deque[float] = deque(maxlen=_STALLS)
         self._complete: list[str] = []
         self._fallback: Fallback | None = None
@@ -550,7 +547,7 @@ class LocalSaves:
             self._replicate(step, planned.generation, shards)
             digest = taken.replicated_digest() if taken is not None else ""
             complete = self._coordinator.finish(planned.number, bool(shards), digest)
-            if complete is False and (self._shards > 1 or self._identity["layout"].get("commons")):
+            if complete is False and (self._coordinator.shards > 1 or self._identity["layout"].get("commons")):
                 self._find_divergence(self._coordinator, planned.number, step, taken, digest)
         if taken is not None and complete:
             self._complete.insert(0, taken.generation)
@@ -577,7 +574,7 @@ class LocalSaves:
         digests, learned = found
         if taken is not None:
             taken.note_written(learned)
-        if (divergence := divergence_of(step, digests, self._shards)) is not None:
+        if (divergence := divergence_of(step, digests, coordinator.shards)) is not None:
             self._hooks.diverged(divergence)
 
     def _replicate(self, step: int, generation: str, shards: Sequence[PendingShard]) -> None:

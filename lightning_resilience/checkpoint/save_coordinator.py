@@ -65,7 +65,7 @@ class SaveCoordinator:
         self._store = store
         self._world_size = world_size
         self._bell = bell
-        self._shards, self._shard = shards, shard
+        self.shards, self._shard = shards, shard
         self._awaited = ""
         self.over = False
         """Whether a rank has left, so that there are no more rounds."""
@@ -120,10 +120,10 @@ class SaveCoordinator:
             Whether all ranks published, those with the same shard with the same digest; ``None`` if a rank has left.
         """
         key = f"round/{number}/published/{self._shard}/{digest}"
-        is_last = published and self._store.add(key, 1) == self._world_size // self._shards
+        is_last = published and self._store.add(key, 1) == self._world_size // self.shards
         if is_last:
             self._store.delete_key(key)
-        return self._ask_all(number, "over", "published", int(is_last), "settled", wanted=self._shards)
+        return self._ask_all(number, "over", "published", int(is_last), "settled", wanted=self.shards)
 
     def compare(self, number: int, rank: int, digest: str, written: list[int]) -> tuple[list[str], list[int]] | None:
         """Compares the digests of all ranks, after :meth:`finish` found a generation to be incomplete.
@@ -149,7 +149,7 @@ class SaveCoordinator:
                 return None
             found = [json.loads(value) for value in self._store.multi_get(keys)]
             digests = [each for each, _ in found]
-            counted = {f"{name}/published/{other % self._shards}/{each}" for other, each in enumerate(digests)}
+            counted = {f"{name}/published/{other % self.shards}/{each}" for other, each in enumerate(digests)}
             for key in (*keys, *counted):
                 self._store.delete_key(key)
             self._store.set(f"{name}/learned", json.dumps(sorted({each for _, own in found for each in own})))

@@ -194,7 +194,7 @@ class LocalSavePolicy(Participant):
         coordinator = self._make_coordinator() if trainer.world_size > 1 else None
         self._saves = LocalSaves(
             self.store,
-            Peers(self.location, self._kept_here, coordinator, self._replicas, self._shards),
+            Peers(self.location, self._kept_here, coordinator, self._replicas),
             self._identity(),
             Schedule(self._options.every_n_train_steps, self._interval_s, self._options.is_chosen),
             self._options.keep,
