@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing.util
 import os
 from collections.abc import Iterator
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -75,6 +76,13 @@ def patched_in_torch() -> list[object]:
     functions = torch.distributed.init_process_group, c10d._new_process_group_helper
     hooks = optimizer._global_optimizer_pre_hooks, optimizer._global_optimizer_post_hooks
     return [torch.distributed.is_initialized(), *functions, *map(list, hooks)]
+
+
+@pytest.fixture(autouse=True)
+def leaves_environment_as_it_was() -> Iterator[None]:
+    """What a fit has set there, as a seed, is not for the processes that the next test starts."""
+    with patch.dict(os.environ):
+        yield
 
 
 @pytest.fixture(autouse=True)

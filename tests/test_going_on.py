@@ -36,7 +36,7 @@ from tests.test_replacement import RANK, devices, lives  # noqa: F401  (a fixtur
 class Run:
     """Three ranks in their fit, and what the policy has done with them."""
 
-    def __init__(self, max_restarts: int = 5, size: int = 3, **options: Any) -> None:
+    def __init__(self, max_restarts: int = 5, size: int = 3, fewer: str | None = "", **options: Any) -> None:
         self.now = 0.0
         self.spares: set[int] = set()
         self.away: set[int] = set()
@@ -49,7 +49,7 @@ class Run:
         self.is_old_store_open = False
         self.policy = LossPolicy(self, size, max_restarts, 60.0, "go_on", **options)  # type: ignore[arg-type]
         for rank in range(size):
-            self.say(rank, "ready")
+            self.say(rank, "ready", fewer)
         self.policy.heard(None, "saved", {})
 
     def open_store(self) -> int:
@@ -92,7 +92,7 @@ class Run:
         self,
         rank: int,
         state: str,
-        fewer: str = "",
+        fewer: str | None = "",
         tasks: str = "",
         generation: int | None = None,
         group: int = 1,
@@ -111,7 +111,7 @@ class Run:
         self.step()
         self.step(0.3)
 
-    def come_together(self, fewer: str = "", tasks: str = "") -> None:
+    def come_together(self, fewer: str | None = "", tasks: str = "") -> None:
         for rank in self.policy.members:
             self.say(rank, "ready", fewer, tasks)
         self.step()
@@ -305,6 +305,24 @@ def test_a_fit_that_does_not_say_that_it_can_waits() -> None:
         run.policy.heard(rank, "state", {"state": "ready", "generation": 0, "reason": ""})
     run.lose(1)
     assert run.told == [([0, 2], [0, 1, 2]), ([1], [0, 1, 2])]
+
+
+def test_a_fit_that_does_not_know_yet_whether_it_can_waits() -> None:
+    run = Run(fewer=None)
+    run.lose(1)
+    assert run.told == [([0, 2], [0, 1, 2]), ([1], [0, 1, 2])]
+
+
+@pytest.mark.parametrize("known", ["", "it has no DDP"])
+def test_what_was_known_holds_while_the_next_process_does_not_know_it_yet(known: str) -> None:
+    run = Run()
+    run.come_together(fewer=known)
+    run.spares = {1}
+    run.lose(1)
+    run.spares = set()
+    run.come_together(fewer=None)
+    run.lose(2)
+    assert run.told[0] == (([0, 1], [0, 1, 2]) if known else ([0, 1], [0, 1]))
 
 
 def test_newcomers_that_are_on_their_way_are_in_the_generation_of_all() -> None:
@@ -639,6 +657,17 @@ def test_a_restart_does_not_wait_although_a_rank_was_started_again() -> None:
     run.lose(0)
     run.step()
     assert run.started == [[0]], "those that have said what the fit can are gone"
+
+
+def test_a_restart_does_not_wait_although_a_rank_was_not_among_those_that_went_on() -> None:
+    run = Run()
+    run.lose(0)
+    run.away = {1, 2}
+    run.lose(1, 2)
+    run.step()
+    run.lose(0)
+    run.step()
+    assert run.started == [[0], [0]]
 
 
 def test_a_newcomer_that_is_lost_with_its_node_is_started_when_that_is_back(lines: list[str]) -> None:

@@ -53,8 +53,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_NOT_KNOWN_YET = "it is not known yet what it trains on"
-
 _runs: list[bool] = []
 """For every run of a Trainer that this process has begun, whether it has ended."""
 
@@ -238,9 +236,10 @@ class Replaceability(Participant):
             if any(len(node) % group for node in self._line.nodes):
                 # Who goes on could lack a part of the state of which every copy is on the other nodes of a group.
                 fewer = fewer or "groups of ranks that share the state out spread over several nodes"
-            # Where some are absent the data are divided already, and from the first generation on it is known.
-            self._judges_data = fewer is None and is_first and session.exact.places == trainer.world_size
-            fewer = fewer or self._line.why_not_fewer or (_NOT_KNOWN_YET if self._judges_data else None)
+            if session.exact.places != trainer.world_size:
+                fewer = fewer or ""  # some are absent, and the data are divided already
+            fewer = self._line.why_not_fewer if fewer is None else fewer
+            self._judges_data = fewer is None
             self._line.leave_together = self._ask_to_leave  # cut in the midst of a step, they would do it again
             tasks = lightning_loggers.why_others_cannot_log(trainer)
             self._ready = {"tasks": tasks or "", "group": group}
@@ -257,16 +256,15 @@ class Replaceability(Participant):
         """Only now it is known whether others can train on what a lost rank would."""
         if self._judges_data and self._line is not None:
             self._judges_data = False
-            self._line.why_not_fewer = absent_ranks.why_not_divided(self._fit.trainer, loaders)
+            self._line.why_not_fewer = absent_ranks.why_not_divided(self._fit.trainer, loaders) or ""
             self._say_ready(self._line.why_not_fewer)
 
-    def _say_ready(self, why_not_fewer: str | None) -> None:
+    def _say_ready(self, fewer: str | None) -> None:
         line = self._line
         assert line is not None
-        line.say("ready", fewer=why_not_fewer or "", **self._ready)
-        is_known = why_not_fewer is not None and why_not_fewer != _NOT_KNOWN_YET
-        if is_known and line.goes_on and line.generation == 0 and self._fit.rank == 0:
-            log.warning("If a rank is lost, the others wait for its replacement: %s.", why_not_fewer)
+        line.say("ready", fewer=fewer, **self._ready)
+        if fewer and line.goes_on and line.generation == 0 and self._fit.rank == 0:
+            log.warning("If a rank is lost, the others wait for its replacement: %s.", fewer)
 
     def _ask_to_leave(self) -> None:
         if self._fit.rank == 0:

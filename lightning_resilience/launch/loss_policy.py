@@ -410,8 +410,8 @@ class LossPolicy:
             self._ranks.record(*record)
 
     def _begin_life(self, rank: int, now: float) -> Member:
-        """A rank whose process is started, in the place of another one: what the fit can is known from that."""
-        last = self.members.get(rank, Member(rank, self.generation))
+        """A rank whose process is started: what the fit can is known from the one before, or from another rank."""
+        last = self.members.get(rank) or next(iter(self.members.values()), Member(rank, self.generation))
         return Member(rank, self.generation, now, fewer=last.fewer, tasks=last.tasks)
 
     def _why_not(self, dead: list[Member], members: Collection[int]) -> str | None:

@@ -73,7 +73,7 @@ class Membership:
         cut: Called in the thread of the channel when a rank was lost: frees a main thread that waits for it.
         leave_together: Called in the thread of the channel when ranks come back: has all leave the fit at one boundary.
             They are cut if they are not there in time, and at once where it is ``None``.
-        why_not_fewer: Why others cannot train on the data of lost ranks, as was known in the first generation.
+        why_not_fewer: Why others cannot train on the data of lost ranks; empty: they can; ``None``: not known yet.
         stop: Called in the thread of the channel when all ranks are to save and end.
         is_stopping: Whether they are.
         begin_generation: Called in the main thread when a generation begins.
@@ -148,7 +148,7 @@ class Membership:
             "GROUP_WORLD_SIZE": len(nodes),
         }
 
-    def say(self, state: str, reason: str = "", fewer: str = "", tasks: str = "", group: int = 1) -> None:
+    def say(self, state: str, reason: str = "", fewer: str | None = None, tasks: str = "", group: int = 1) -> None:
         """Tells the supervisor the state of this rank; for any thread."""
         what: dict[str, Any] = {"reason": reason, "fewer": fewer, "tasks": tasks, "group": group}
         self._channel.send("state", state=state, generation=self.generation, **what)

@@ -78,7 +78,7 @@ class Member:
         state: What it has said last; ``starting``: nothing since it was started.
         reason: Why it has refused.
         fewer: Why its fit cannot go on with fewer ranks; empty: it can; ``None``: neither it nor a process of its slot
-            before it was in a fit yet.
+            before it knows it.
         tasks: Why no other rank can take those of rank 0; the same.
         exit_code: How its process has ended, as ``subprocess`` gives it: of a signal the negative number.
     """
@@ -97,7 +97,9 @@ class Member:
         self.state, self.generation = str(fields["state"]), int(fields["generation"])
         self.reason = str(fields["reason"])
         if self.state == "ready":
-            self.fewer, self.tasks = (str(fields.get(name, SAYS_NOTHING)) for name in ("fewer", "tasks"))
+            self.tasks = str(fields.get("tasks", SAYS_NOTHING))
+            if (fewer := fields.get("fewer", SAYS_NOTHING)) is not None:
+                self.fewer = str(fewer)
 
 
 def is_replaceable(exit_code: int | None) -> bool:
