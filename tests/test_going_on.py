@@ -299,14 +299,6 @@ def test_the_others_go_on_without_rank_0_if_they_can_log(rank: int) -> None:
     assert run.told == [(others, others)]
 
 
-def test_a_fit_that_does_not_say_that_it_can_waits() -> None:
-    run = Run()
-    for rank in range(3):
-        run.policy.heard(rank, "state", {"state": "ready", "generation": 0, "reason": ""})
-    run.lose(1)
-    assert run.told == [([0, 2], [0, 1, 2]), ([1], [0, 1, 2])]
-
-
 def test_a_fit_that_does_not_know_yet_whether_it_can_waits() -> None:
     run = Run(fewer=None)
     run.lose(1)
@@ -823,7 +815,7 @@ def test_who_does_not_come_to_the_door_is_ended() -> None:
 GOING_ON = """
 import select
 def ready():
-    tell(kind="state", state="ready", generation=generation, reason="", fewer="")
+    tell(kind="state", state="ready", generation=generation, reason="", fewer="", tasks="")
     tell(kind="saved")
     print(file=open(f"{{log}}.{{rank}}.{{generation}}", "w"))
 def hear():

@@ -25,7 +25,6 @@ from typing import Any, Literal
 
 from lightning_resilience._output import log_line
 from lightning_resilience.launch.newcomers import (
-    SAYS_NOTHING,
     Member,
     Newcomers,
     Ranks,
@@ -343,8 +342,10 @@ class LossPolicy:
         if len(left) < self._min_ranks:
             return f"there are to be {self._min_ranks} ranks at least"
         said = [(each.fewer, each.tasks) for each in self.members.values() if each.fewer is not None]
+        if not said:
+            return "it is not known yet whether the fit can go on with fewer ranks"
         of_tasks = [tasks for _, tasks in said] if 0 not in left else []
-        return next(filter(None, (*(fewer for fewer, _ in said), *of_tasks)), None) if said else SAYS_NOTHING
+        return next(filter(None, (*(fewer for fewer, _ in said), *of_tasks)), None)
 
     def _grow(self, now: float) -> None:
         """Takes in those that are at the door."""

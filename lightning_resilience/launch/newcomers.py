@@ -21,8 +21,6 @@ from lightning_resilience._output import log_line
 from lightning_resilience.detect.hangs.deaths import Death
 from lightning_resilience.run import deadlines, exit_codes
 
-SAYS_NOTHING = "it has not said that it can go on with fewer ranks"
-
 
 class Ranks(Protocol):
     """What can be done with the ranks, which are known by their slots: the numbers that they had in the first start."""
@@ -79,7 +77,7 @@ class Member:
         reason: Why it has refused.
         fewer: Why its fit cannot go on with fewer ranks; empty: it can; ``None``: neither it nor a process of its slot
             before it knows it.
-        tasks: Why no other rank can take those of rank 0; the same.
+        tasks: Why no other rank can take those of rank 0; said together.
         exit_code: How its process has ended, as ``subprocess`` gives it: of a signal the negative number.
     """
 
@@ -96,10 +94,8 @@ class Member:
         """It has said in which state it is."""
         self.state, self.generation = str(fields["state"]), int(fields["generation"])
         self.reason = str(fields["reason"])
-        if self.state == "ready":
-            self.tasks = str(fields.get("tasks", SAYS_NOTHING))
-            if (fewer := fields.get("fewer", SAYS_NOTHING)) is not None:
-                self.fewer = str(fewer)
+        if self.state == "ready" and fields.get("fewer") is not None:
+            self.fewer, self.tasks = (str(fields[name]) for name in ("fewer", "tasks"))
 
 
 def is_replaceable(exit_code: int | None) -> bool:
