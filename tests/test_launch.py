@@ -188,6 +188,34 @@ def test_a_module_and_sys_exit_0(launcher: Launcher) -> None:
     assert launcher.run("-m", "module", "a") == 0, launcher.stderr()
 
 
+@pytest.mark.parametrize(
+    ("ends", "reason"),
+    [
+        ("sys.exit(0)", "the script ended by sys.exit, although fit-000 had not finished (step 2: SystemExit: 0)"),
+        pytest.param(
+            "raise ValueError('no')",
+            "the script ended, although fit-000 had not finished (step 2: ValueError: no)",
+            marks=pytest.mark.campaign,
+        ),
+    ],
+)
+@pytest.mark.slow
+def test_a_script_that_ends_well_within_a_fit_says_that_there_is_more(
+    launcher: Launcher, ends: str, reason: str
+) -> None:
+    step = f"\n            if self.global_step == 2 and epochs == 2: {ends}\n            return self.layer"
+    script = FIT.replace(" return self.layer", step).replace("max_epochs=epochs", "max_epochs=4").rstrip()
+    launcher.script(script.replace("    L.Trainer(", "    try: L.Trainer(") + "\n    except ValueError: pass")
+    options = "--recipe=workstation", "--continue-anyway", "script.py", "2"
+    assert launcher.run(*options, "2") == 0
+    assert f"Finished: {reason}; the same command goes on with it. (exit code 0)" in launcher.stderr()
+    assert launcher.run(*options, "3") == 0
+    assert "Finished: the script ended. (exit code 0)" in launcher.stderr()
+    [outcome] = [each.outcome for each in launcher.run_directory.fits]
+    assert outcome is not None
+    assert (outcome.status, outcome.step) == ("finished", 16)
+
+
 @pytest.mark.parametrize("end", ["sys.exit(0)", "raise ValueError('a child')", "sys.exit(3)"])
 @pytest.mark.slow
 def test_a_child_that_the_script_has_forked_does_not_speak_for_it(launcher: Launcher, end: str) -> None:
@@ -377,6 +405,17 @@ def test_a_mistake_of_the_script_is_tried_twice(launcher: Launcher, mistake: str
     assert launcher.run() == 1
     assert len(launcher.events("ran")) == 4, "a person may have mended it"
     assert launcher.stderr().count(", in train") == 1
+
+
+@pytest.mark.parametrize("restarts", [0, 1])
+def test_a_mistake_is_not_announced_as_one_that_is_tried_again(launcher: Launcher, restarts: int) -> None:
+    launcher.script("ledger.record('ran')\nundefined")
+    for launch in range(2):
+        assert launcher.run(f"--in-job-restarts={restarts}", "--job-retries=1", "script.py") == 1
+        assert "twice with no step between. Trying again would not change this." in launcher.stderr()
+        assert launcher.stderr().count("inside the job") == restarts
+        assert launcher.stderr().count("Next: ") == 1 - restarts
+        assert len(launcher.events("ran")) == 2 * (launch + 1), "a person may have mended it"
 
 
 def test_with_several_nodes_the_first_says_for_all_that_a_mistake_is_not_tried_again(launcher: Launcher) -> None:

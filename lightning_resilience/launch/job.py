@@ -579,10 +579,10 @@ class Launch:
             return said
         if self._stop.signum is not None:
             return Outcome("interrupted", f"the launcher received {self._stop.signum.name}")
-        if exit_code != 0 and (reason := self._not_again()) is not None:
-            return Outcome("halted", reason)
         history = self._history.now()
         is_spent = said is not None and RESTARTS_SPENT in said.details
+        if (exit_code != 0 or is_spent) and (reason := history.why_not_again) is not None:
+            return Outcome("halted", reason)
         if exit_code == 0 and not is_spent:
             if said is not None and said.status == "interrupted":
                 return said
@@ -612,11 +612,7 @@ class Launch:
         said = self._run_directory.outcome
         if said is not None and RESTARTS_SPENT in said.details and said.details.get("elastic_run_id") == run_id:
             return True
-        return self._not_again() is not None or self._decide().action != "start"
-
-    def _not_again(self) -> str | None:
-        """Why starting the script once more is in vain. With several nodes this one says so, on one the workers."""
-        return None if self.settings.is_single_node else self._history.now().why_not_again
+        return self._history.now().why_not_again is not None or self._decide().action != "start"
 
     def _decide(self) -> budget.Decision:
         return self.settings.budget.decide(self._history.now(), time.time())

@@ -145,6 +145,9 @@ def main() -> None:
                 continue
             if said.status == "halted" or (said.status == "interrupted" and outcome.status == "finished"):
                 outcome = said
+            elif said.status == "failed" and outcome.status == "finished":
+                what = f"{fit.path.name} had not finished (step {said.step}: {said.reason})"
+                outcome = Outcome("finished", f"{outcome.reason}, although {what}; the same command goes on with it")
     _record_end(run_directory, ledger, outcome, fault, command)
     if outcome.status == "failed":
         _end_at_once()

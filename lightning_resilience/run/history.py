@@ -424,7 +424,7 @@ class FailureCounts:
                 self.job_spent = not self._advanced
             case LauncherKilled():  # by a person or with its node: counts per day only
                 self.at[event.time] += 1
-            case GiveUp():  # a launch after that begins with a fresh budget
+            case GiveUp() | LaunchExit(status="halted"):  # a launch after that begins with a fresh budget
                 self._refill()
                 self.tries.clear()
                 self.at.clear()
