@@ -20,6 +20,7 @@ from lightning_resilience._files import temporary_path
 from lightning_resilience.checkpoint import checkpoint_file, resume
 from lightning_resilience.checkpoint.safe_serialization import Entries, from_safe, to_safe
 from lightning_resilience.launch.status import status
+from lightning_resilience.run.history import History
 from lightning_resilience.run.run_directory import RunDirectory
 from tests.harness import result, run
 from tests.ledgers import read_ledger
@@ -100,6 +101,8 @@ def test_checkpoints_that_are_gone_are_missed_and_no_longer_safe(tmp_path: Path)
     assert re.search(r"^Safe +step 20$", status(run_directory.path), re.MULTILINE)
     resume.checkpoints(run_directory.fit(0).checkpoints)[0].unlink()
     assert re.search(r"^Safe +step 15$", status(run_directory.path), re.MULTILINE)
+    assert History().safe_step(run_directory) == History().safe_step(run_directory, fit=0) == 15, "no ledger is left"
+    assert History().safe_step(run_directory, fit=1) is None
     shutil.rmtree(run_directory.fit(0).checkpoints)
     assert re.search(r"^Safe +no checkpoint yet$", status(run_directory.path), re.MULTILINE)
     codes, text = run(config, tmp_path / "run")

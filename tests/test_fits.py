@@ -230,7 +230,9 @@ def test_a_restart_of_a_fit_with_an_explicit_checkpoint_goes_on_from_its_own(tmp
     run(base, tmp_path / "base")
     start = str(RunDirectory(base["run_dir"]).fit(0).checkpoints / "step-000000000016-final.ckpt")
     config = make(tmp_path, "run", ckpt_path=start, events=[{"at": "train", "step": 27, "do": "SIGKILL", "once": True}])
-    assert run(config, tmp_path / "run")[0] == [-signal.SIGKILL]
+    codes, text = run(config, tmp_path / "run")
+    assert codes == [-signal.SIGKILL]
+    assert f"fit-000: this fit starts from {start}." in text
     codes, text = run(config, tmp_path / "run")
     assert codes == [0], text
     assert "Resuming from step 25" in text

@@ -156,15 +156,16 @@ class CheckpointSelector:
         if (choice := self._first_usable(paths, generations, finished)) is not None:
             return choice
         if zero:
+            starts = f"this fit starts from {explicit or 'the beginning'}"
             if finished or paths or generations or os.path.lexists(fit.folder.quarantine):
-                log.warning("No checkpoint in %s can be used; this fit starts from the beginning.", fit.folder.path)
+                log.warning("No checkpoint in %s can be used; %s.", fit.folder.path, starts)
             elif (gone := self._saved_once()) is not None:
-                what = "The checkpoints of %s are gone, the newest was of step %d; this fit starts from the beginning."
-                log.warning(what, fit.folder.path, gone)
+                what = "The checkpoints of %s are gone, the newest was of step %d; %s."
+                log.warning(what, fit.folder.path, gone, starts)
             elif fit.previous_outcome is not None:
-                log.info("Nothing was saved yet in %s; this fit starts from the beginning.", fit.folder.path)
+                log.info("Nothing was saved yet in %s; %s.", fit.folder.path, starts)
             else:
-                log.info("Nothing to resume from in %s: a fresh start.", fit.folder.path)
+                log.info("Nothing to resume from in %s: %s.", fit.folder.path, starts if explicit else "a fresh start")
             fit.ledger.record(Fresh(fit=fit.index))
         return None
 

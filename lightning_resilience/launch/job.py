@@ -555,7 +555,7 @@ class Launch:
             )
         )
         safe = "no checkpoint in the run directory yet" if step is None else f"step {step} is safe"
-        state = f"continuing, {safe}" if events else "new run"
+        state = f"continuing, {safe}" if events or self._run_directory.fits else "new run"
         log_line(
             f"Run directory {self._run_directory.path} ({state}). The same command again resumes it.", is_detail=True
         )

@@ -119,10 +119,14 @@ class History:
         """The step of the newest checkpoint in the run directory, of the last fit that has one.
 
         Args:
-            run: The run directory, to look whether it is still there; default: what the ledger says is taken for true.
+            run: The run directory, to look what is there, also where the ledger was lost; default: what the ledger says
+                is taken for true.
             fit: Number of the fit; default: the last one that has a checkpoint.
         """
         known = self._safe if fit is None else {number: step for number, step in self._safe.items() if number == fit}
+        if not known and run is not None:
+            found = map(run.steps_saved, range(len(run.fits)) if fit is None else [fit])
+            return next((max(steps) for steps in reversed([*found]) if steps), None)
         if not known:
             return None
         number, step = max(known.items())
