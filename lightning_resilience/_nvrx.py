@@ -86,6 +86,11 @@ def installed_version() -> tuple[int, ...] | None:
     return tuple(int(part) for part in re.findall(r"[0-9]+", version)[:3])
 
 
+def ignore_pynvml() -> None:
+    """Has torch not warn of what NVRx brings along, on every rank and in every command."""
+    warnings.filterwarnings("ignore", message=".*pynvml package is deprecated", category=FutureWarning)
+
+
 _LOG_VARIABLE = "LIGHTNING_RESILIENCE_ELASTIC_LOG"
 _LOG_BYTES = 8 << 20
 _LAST_LINES = 12
@@ -538,7 +543,7 @@ def main() -> None:
         install_handler(signum, lambda signum, frame: None)  # unlike SIG_IGN, it is not passed on to what is started
     if not Path("/proc/driver/nvidia/version").exists():
         logging.getLogger("nvidia_resiliency_ext.shared_utils.health_check").setLevel(logging.ERROR)
-        warnings.filterwarnings("ignore", message=".*pynvml package is deprecated", category=FutureWarning)
+        ignore_pynvml()
     module, *arguments = sys.argv[1:]
     if (auto := "--nproc-per-node=auto") in arguments:
         arguments[arguments.index(auto)] = f"--nproc-per-node={device_count()}"

@@ -904,6 +904,9 @@ def test_whoever_reads_a_report_may_stop_at_any_line(launcher: Launcher) -> None
         (["--section-timeouts=out_of_section:9", "--out-of-section-timeout=8", "script.py"], "two timeouts for"),
         (["--recipe=unknown", "script.py"], "there is no recipe unknown; there are nemo,"),
         (["scirpt.py"], "there is no script scirpt.py; did you mean script.py?"),
+        (["train.sh"], "train.sh is no Python script but one of a shell"),
+        (["train"], "train is no Python script but one of a shell"),
+        (["/usr/bin/python3", "script.py"], "leave /usr/bin/python3 out: launch itself starts the script"),
         (["-m", "scirpt"], "there is no module scirpt, seen from"),
         (["-m", "scirpt"], "did you mean script?"),
         (["-m", "script.py"], "is a script: leave -m out"),
@@ -931,6 +934,8 @@ def test_bad_arguments(
     from lightning_resilience.launch import cli
 
     launcher.script("")
+    (launcher.folder / "train.sh").write_text("python script.py")
+    (launcher.folder / "train").write_text("#!/usr/bin/env -S bash -e\n")
     monkeypatch.chdir(launcher.folder)
     monkeypatch.setenv("HOME", str(launcher.folder))
     with pytest.raises(SystemExit) as exit_request:

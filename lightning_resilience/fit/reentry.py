@@ -188,7 +188,7 @@ def why_not(session: FitSession) -> str | None:
     if not is_sharded and not lightning_strategies.replicates_state(trainer):
         return f"ranks of {type(trainer.strategy).__name__} do not all have the same state"
     if fit.index > 0 or len(_runs) > 1:
-        return "this fit is not the first that the script does with a Trainer"
+        return "the script has used a Trainer before this fit"
     groups = lightning_strategies.groups_of_mesh(trainer)
     if (reason := DEFAULT.why_not(groups) or lightning_reentry.why_not(trainer)) is not None:
         return reason

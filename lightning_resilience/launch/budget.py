@@ -9,7 +9,8 @@ the same checkpoint, then whatever advanced meanwhile (another fit, or a checkpo
 not helped against it. That count starts anew when a step of its fit beyond the one at which it came is verified. A
 checkpoint nearer to that step is progress: from there it is another failure. *Failures per day* are counted whatever
 progress there was, so that a leak that crashes every minute and saves in between does not restart for ever. A
-preemption is not a failure, and it refills nothing. A new launch of a run that was given up or halted starts with a fresh budget.
+preemption is not a failure, and it refills nothing. A new launch of a run that was given up or halted starts with a
+fresh budget.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from lightning_resilience import __version__
+from lightning_resilience import __version__, _nvrx
 from lightning_resilience._files import make_directory
 from lightning_resilience._output import QUIET_VARIABLE, introduce, log_line
 from lightning_resilience.detect.hangs.timeouts import SectionTimeouts
@@ -65,6 +65,7 @@ def main(arguments: list[str] | None = None) -> None:
         arguments: The command line; default: this process's.
     """
     options = _parse(arguments)
+    _nvrx.ignore_pynvml()
     try:
         _run(options)
     except BrokenPipeError:  # the reader is gone (head, less); launch itself never raises this

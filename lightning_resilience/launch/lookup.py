@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 from contextlib import suppress
@@ -12,6 +13,10 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 
 _ASKED_WITHIN_S = 60.0
+
+_STARTERS = re.compile(r"python[0-9.]*|torchrun|srun|mpirun")
+_SHELL = re.compile(rb"#!.*\b(?:ba|da|z|k)?sh\b")
+_LONGEST_SHEBANG = 256
 
 # As python -m searches: parent packages are imported, which may take long. Where such an import fails for another
 # reason, the traceback of the script says it better.
@@ -42,6 +47,11 @@ def why_not_found(script: str, is_module: bool) -> str | None:
     """
     if not is_module:
         path = Path(script)
+        if _is_of_a_shell(path):
+            instead = "launch the Python script that it starts, or have it call `lightning-resilience launch`"
+            return f"{script} is no Python script but one of a shell: {instead}"
+        if _STARTERS.fullmatch(path.name):
+            return f"leave {script} out: launch itself starts the script on every rank"
         if path.is_file() or (path / "__main__.py").is_file():
             return None
         near = f"; did you mean {found}?" if (found := _similar(path)) else ""
@@ -61,6 +71,12 @@ def why_not_found(script: str, is_module: bool) -> str | None:
         return f"{script} cannot be run: it is a package without a __main__.py"
     near = f"; did you mean {'.'.join(found.with_suffix('').parts)}?" if (found := _similar(as_path)) else ""
     return f"there is no module {script}, seen from {os.getcwd()}{near}"
+
+
+def _is_of_a_shell(path: Path) -> bool:
+    with suppress(OSError), path.open("rb") as file:
+        return path.suffix == ".sh" or _SHELL.match(file.readline(_LONGEST_SHEBANG)) is not None
+    return False
 
 
 def _is_found(name: str) -> bool:

@@ -19,7 +19,6 @@ import threading
 import time
 import traceback
 import types
-import warnings
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -75,8 +74,7 @@ def main() -> None:
     # Slurm sends the signal of a time limit to every process of the job. The launch makes SIGTERM of it.
     for signum in (signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(signum, signal.SIG_IGN)
-    # What NVRx brings along, and torch then warns of, on every rank.
-    warnings.filterwarnings("ignore", message=".*pynvml package is deprecated", category=FutureWarning)
+    _nvrx.ignore_pynvml()
     pid = os.getpid()
     os.environ[WORKER_PID_VARIABLE] = str(pid)
     if (folder := os.environ.pop(_nvrx.FOLDER_VARIABLE, None)) is not None:
