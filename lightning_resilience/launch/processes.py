@@ -43,6 +43,7 @@ def processes_of(launch_id: str) -> list[psutil.Process]:
 
 
 _LEFTOVERS_WITHIN_S = 20.0
+_GIVES_UP_AFTER_S = 60.0  # a process stuck in the kernel cannot be killed, and is left alone
 
 
 def left_by_earlier_ranks() -> list[psutil.Process]:
@@ -81,15 +82,14 @@ def end_what_earlier_ranks_left() -> int:
     return _end(left_by_earlier_ranks, LEFTOVERS_PATIENCE_S, _LEFTOVERS_WITHIN_S)
 
 
-def end_processes(launch_id: str, patience_s: float = 0.0, give_up_after_s: float = 60.0) -> int:
+def end_processes(launch_id: str, patience_s: float = 0.0) -> int:
     """Ends every process of a launch and returns how many there were.
 
     Args:
         launch_id: Whose processes.
         patience_s: How long they may take to end on SIGTERM before they are killed.
-        give_up_after_s: A process stuck in the kernel can't be killed; after this long it is left alone.
     """
-    return _end(lambda: processes_of(launch_id), patience_s, give_up_after_s)
+    return _end(lambda: processes_of(launch_id), patience_s, _GIVES_UP_AFTER_S)
 
 
 def _end(find: Callable[[], list[psutil.Process]], patience_s: float, give_up_after_s: float) -> int:
