@@ -820,6 +820,13 @@ GUARDS = [
         "tests/test_absent_ranks.py::test_steps_are_those_of_the_run_as_it_was_begun",
     ),
     Guard(
+        "exact resume: loaders are made from the random numbers that they were made from",
+        "fit/exact_state.py",
+        'data_position.set_random_state(was["random"], device)',
+        "pass",
+        "tests/test_exact_resume.py::test_loaders_that_draw_random_numbers_when_they_are_made",
+    ),
+    Guard(
         "absent ranks: what they had logged is kept",
         "fit/exact_state.py",
         'lightning_metrics.merged_metric_states(*fit, resumed["metrics"])',

@@ -357,7 +357,7 @@ def loader(config: dict[str, Any], world_size: int, rank: int) -> Any:
     if config["without"] is not None:
         sampler = RandomSampler(data) if world_size == 1 else DistributedSampler(data, world_size, rank)
         return DataLoader(data, batch_sampler=Without(sampler, BATCH, config["without"]), **keep)
-    if kind in ("split", "anew"):  # by whom the loader is asked for
+    if kind in ("split", "anew", "some anew"):  # by whom the loader is asked for
         return None
     if kind == "tensors":
         return DataLoader(TensorDataset(torch.randn(size, 8)), BATCH, shuffle=True, **keep)
@@ -641,6 +641,22 @@ class Module(L.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": monitor}
 
 
+class SomeAnew(Module):
+    """Trains and validates on other samples each time that it is asked for its data."""
+
+    def some(self, batches: int) -> Any:
+        indices = torch.randperm(2 * BATCH * batches)[: BATCH * batches].tolist()
+        for shuffle in (random.shuffle, np.random.shuffle):
+            shuffle(indices)
+        return Subset(Data(2 * BATCH * batches, self.config["augment"]), indices)
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(self.some(BATCHES), BATCH, shuffle=True)
+
+    def val_dataloader(self) -> Any:
+        return DataLoader(self.some(3), BATCH) if self.config["validation"] else []
+
+
 class KeepsNothing(Module):
     """A module without a state of its own."""
 
@@ -822,11 +838,12 @@ def main(config: dict[str, Any]) -> None:
         config["fit"] = fit
         do(config, "between", fit, int(os.environ.get("LOCAL_RANK", 0)))
         # made after the fit before: its weights depend on the random state that that one left
-        kind = KeepsNothing if config["keeps_nothing"] else Module
+        kind = SomeAnew if config["data"] == "some anew" else KeepsNothing if config["keeps_nothing"] else Module
         module = kind(config, 32 + (0 if config["folds"] else fit))
         trainer = make_trainer(config, world_size)
         keep = {"num_workers": 1, "persistent_workers": True} if config["persistent_validation"] else {}
         val = DataLoader(Data(BATCH * 3 * world_size, False), BATCH, **keep) if config["validation"] else None
+        val = None if config["data"] == "some anew" else val
         train = loader(config, world_size, trainer.global_rank)
         val = train if config["validation"] == "same loader" else val
         trainer.fit(module, *([] if train is None else [train]), val_dataloaders=val, ckpt_path=config["ckpt_path"])

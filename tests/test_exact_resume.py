@@ -106,6 +106,34 @@ def test_what_the_trainer_does_beside(tmp_path: Path, options: dict[str, Any], s
     assert killed_and_resumed(tmp_path, events, **options)[:2] == undisturbed(tmp_path, **options)
 
 
+ANEW: dict[str, dict[str, Any]] = {
+    "every second epoch": {"reload_dataloaders_every_n_epochs": 2},
+    "every epoch, and validated every second": {"reload_dataloaders_every_n_epochs": 1, "check_val_every_n_epoch": 2},
+    "rarely, and validated more often": {"reload_dataloaders_every_n_epochs": 3, "check_val_every_n_epoch": 2},
+    "once, and validated rarely": {"check_val_every_n_epoch": 3},
+    "validated within the epoch": {"reload_dataloaders_every_n_epochs": 1, "val_check_interval": 4},
+    "with no sanity check": {"reload_dataloaders_every_n_epochs": 2, "num_sanity_val_steps": 0},
+}
+
+
+@pytest.mark.parametrize("trainer", ANEW.values(), ids=ANEW)
+@pytest.mark.slow_but_for("every second epoch")
+def test_loaders_that_draw_random_numbers_when_they_are_made(tmp_path: Path, trainer: dict[str, Any]) -> None:
+    """In an epoch in which they were made, after it, at its end, and in a validation."""
+    options = {
+        "data": "some anew",
+        "validation": True,
+        "plateau": "check_val_every_n_epoch" not in trainer,
+        "save_every": 1,
+    }
+    options |= {"trainer": {"max_epochs": 7, **trainer}}
+    events = [{"at": "train", "step": step} for step in (5, 24, 32, 50, 65)]
+    events += [{"at": "validation", "step": 48}, {"at": "validation", "step": 64}]
+    events += [{"at": "validation", "step": 96, "do": "SIGTERM"}]
+    found = killed_and_resumed(tmp_path, events, **options)
+    assert found[:2] == undisturbed(tmp_path, **options)
+
+
 PERSISTENT: dict[str, dict[str, Any]] = {
     "as it is": {},
     "epochs that are cut off": {"trainer": {"limit_train_batches": 9, "max_epochs": 5}},

@@ -9,7 +9,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from torch.utils.data import DataLoader, get_worker_info
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
@@ -54,20 +54,27 @@ def combined_loader_class(trainer: Trainer) -> Any:
     return vars(sys.modules[type(trainer.fit_loop).__module__])["CombinedLoader"]
 
 
-def keep_scripts_loaders(trainer: Trainer, patches: Patches) -> None:
-    """Has what is made of the loaders of a ``CombinedLoader`` not take their place in it.
+def on_request(trainer: Trainer, patches: Patches, request: Callable[[int, Callable[[], Any]], Any]) -> None:
+    """Calls a function in place of the script's that makes loaders for the training, or for the validation.
 
-    Lightning puts them there, with samplers for as many ranks as there are: the next fit, or one that is entered again
-    with other ranks, would take them for the script's.
+    What is made of the loaders of a ``CombinedLoader`` does not take their place in it. Lightning puts them there, with
+    samplers for as many ranks as there are: the next fit, or one that is entered again with other ranks, would take
+    them for the script's.
+
+    Args:
+        trainer: The Trainer.
+        patches: Undone after the fit.
+        request: Given the place in :func:`reload_epochs`, and the script's function.
     """
-    source, combined_loader = trainer.fit_loop._data_source, combined_loader_class(trainer)
-    request = source.dataloader
+    combined_loader = combined_loader_class(trainer)
 
-    def requested() -> Any:
-        found = request()
-        return copy.copy(found) if isinstance(found, combined_loader) else found
+    def requested(which: int, make: Callable[[], Any]) -> Any:
+        found = request(which, make)
+        return copy.copy(found) if which == 0 and isinstance(found, combined_loader) else found
 
-    patches.set(source, "dataloader", requested)
+    for which, loop in enumerate((trainer.fit_loop, trainer.fit_loop.epoch_loop.val_loop)):
+        source = cast(Any, loop)._data_source
+        patches.set(source, "dataloader", functools.partial(requested, which, source.dataloader))
 
 
 def forget(trainer: Trainer) -> None:
@@ -340,14 +347,18 @@ class SampleIds:
 
 
 def reload_epochs(trainer: Trainer) -> list[float]:
-    """The epochs in which the data loaders were made last (``reload_dataloaders_every_n_epochs``)."""
+    """The epochs in which loaders were made last (``reload_dataloaders_every_n_epochs``): training, validation."""
     fit_loop = trainer.fit_loop
     return [fit_loop._last_train_dl_reload_epoch, fit_loop.epoch_loop.val_loop._last_val_dl_reload_epoch]
+
+
+def are_made_again(trainer: Trainer, epoch: float) -> bool:
+    """Whether loaders that were made in an epoch are made anew by now."""
+    every_n_epochs = cast(Any, trainer).reload_dataloaders_every_n_epochs
+    return bool(every_n_epochs) and trainer.current_epoch - epoch >= every_n_epochs
 
 
 def set_reload_epochs(trainer: Trainer, epochs: list[float]) -> None:
     """Restores :func:`reload_epochs`, so that loaders are made anew in the same epochs as without the interruption."""
     fit_loop = trainer.fit_loop
-    fit_loop._last_train_dl_reload_epoch = epochs[0]
-    if fit_loop.epoch_loop.val_loop._combined_loader is not None:  # else they have yet to be made in this process
-        fit_loop.epoch_loop.val_loop._last_val_dl_reload_epoch = epochs[1]
+    fit_loop._last_train_dl_reload_epoch, fit_loop.epoch_loop.val_loop._last_val_dl_reload_epoch = epochs

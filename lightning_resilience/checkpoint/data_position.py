@@ -78,6 +78,13 @@ def set_random_state(state: RandomState, device: torch.device, generators: Itera
         accelerator.set_rng_state(state["accelerator"])
 
 
+def is_same(one: Any, other: Any) -> bool:
+    """Whether two states of :func:`get_random_state`, or parts of them, are equal."""
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(is_same(each, other[name]) for name, each in one.items())
+    return bool(np.asarray(one == other).all())
+
+
 def seeds_drawn(before: torch.Tensor, after: torch.Tensor) -> int | None:
     """How many seeds a generator has given between two of its states: an iterator of a data loader draws one.
 

@@ -81,6 +81,10 @@ class ExactState:
         self.loading = lightning_patches.Patches()
         self.workers = DataWorkers(guard_workers, is_asked=read_again() == IF_CHANGED)
         """Those of training data loaders."""
+        self._made: list[dict[str, Any] | None] = [None, None]
+        """How the loaders of training and validation were made: ``random``: from which random state, if they drew."""
+        self._to_make: dict[int, float] = {}
+        """Which of them this process has yet to make, and in which epochs they were made."""
         self._recorder: GradientArrivalRecorder | None = None
         self._first_batch_random_state: data_position.RandomState | None = None
         self._epoch_random_state: data_position.RandomState | None = None
@@ -222,7 +226,8 @@ class ExactState:
             "worker_states": None if final else self.worker_states,
             "workers_kept": self._workers_kept,
             "metrics": now["metrics"],
-            "reload_epochs": lightning_data.reload_epochs(self.fit.trainer),
+            "reload_epochs": now["reload_epochs"],
+            "made": now["made"],
             "searched": lightning_callbacks.found_by_searches(self.fit.trainer),
             "should_stop": self.fit.trainer.should_stop,
             "marks": lightning_callbacks.model_checkpoint_state(self.fit.trainer),
@@ -251,6 +256,8 @@ class ExactState:
             "progress": lightning_progress.evaluation_progress(trainer),
             "metrics": lightning_metrics.metric_states(trainer, module),
             "modes": lightning_loops.train_eval_modes(trainer, module),
+            "reload_epochs": lightning_data.reload_epochs(trainer),
+            "made": [*self._made],
         }
 
     def resume_from(self, checkpoint: dict[str, Any], path: Path) -> dict[str, Any] | None:
@@ -273,6 +280,9 @@ class ExactState:
         own = states.get(self.fit.rank) or self._of_newcomer(next(iter(states.values())))
         epoch = checkpoint["loops"]["fit_loop"]["epoch_progress"]["current"]["processed"]
         self._left_out = own["left_out"]
+        self._made = [*own["made"]]
+        epochs = enumerate(own["reload_epochs"])
+        self._to_make = {which: made_in for which, made_in in epochs if self._made[which] is not None}
         is_over = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]["is_last_batch"]
         in_progress = epoch if own["fetched"] and not is_over else None
         mine = self._divide(own, before, in_progress, f"{path} was saved by a run of {before} ranks")
@@ -386,6 +396,30 @@ class ExactState:
             log.warning("%s: each has batches of %s. %s", what, sizes, same)
         elif self.batch_share != 1 and is_first:
             log.info("Batches of %s, %s of the script's: there were fewer ranks at first.", sizes, self.batch_share)
+
+    def make_loaders(self, which: int, make: Callable[[], Any]) -> Any:
+        """Has the script make data loaders; those that were there at the checkpoint from the same random numbers.
+
+        Args:
+            which: 0: of the training; 1: of the validation.
+            make: Calls the script.
+        """
+        device = self.fit.trainer.strategy.root_device
+        before = data_position.get_random_state(device)
+        was, epoch = self._made[which], self._to_make.pop(which, None)
+        is_again = epoch is not None and not lightning_data.are_made_again(self.fit.trainer, epoch)
+        if is_again and was is not None and was["random"] is not None:
+            data_position.set_random_state(was["random"], device)
+        begun = data_position.get_random_state(device)
+        made = make()
+        has_drawn = not data_position.is_same(begun, data_position.get_random_state(device))
+        self._made[which] = {"random": begun if has_drawn else None}
+        if is_again and epoch is not None:
+            data_position.set_random_state(before, device)
+            epochs = lightning_data.reload_epochs(self.fit.trainer)
+            epochs[which] = epoch
+            lightning_data.set_reload_epochs(self.fit.trainer, epochs)
+        return made
 
     def begin_data(self, loaders: list[Any], load_loader_states: Callable[[], None]) -> None:
         """Prepares the data loaders for the resume, before their workers start."""
@@ -640,6 +674,7 @@ def _with_defaults(own: dict[str, Any]) -> dict[str, Any]:
         "batch_share": "1",
         "left_out": 0,
         "worker_states": None,
+        "made": [None, None],
     }
     return {**defaults, **own, "metrics": metrics}
 

@@ -127,7 +127,7 @@ class FitSession:
         lightning_loops.before_strategy_setup(trainer, patches, self._identity.describe)
         lightning_checkpoints.on_restore(trainer, patches, self._restore)
         lightning_checkpoints.on_restore_training_state(trainer, patches, self._restorer.restoring_training_state)
-        lightning_data.keep_scripts_loaders(trainer, patches)
+        lightning_data.on_request(trainer, patches, self.exact.make_loaders)
         lightning_data.on_train_data(trainer, patches, self._before_first_iterator, self._before_iterator)
         lightning_loops.on_fit_run(trainer, patches, self._run)
         lightning_loops.on_fit_loop(
