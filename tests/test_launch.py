@@ -246,7 +246,7 @@ def test_a_crash_is_restarted_inside_the_job(launcher: Launcher) -> None:
             threading.Thread(target=lambda: (threading.main_thread().join(), note("thread "))).start()
             os.dup2(os.open("of_c", os.O_WRONLY | os.O_CREAT), 1)
             ctypes.CDLL(None).printf(b"not flushed")
-            raise RuntimeError('boom')
+            raise RuntimeError('boom.')
     """)
     assert launcher.run("--prometheus=run.prom", "--on-event=tee -a told", "script.py") == 0, launcher.stderr()
     assert [event["event"] for event in launcher.events("job_start", "start", "failure", "exit")] == [
@@ -256,7 +256,7 @@ def test_a_crash_is_restarted_inside_the_job(launcher: Launcher) -> None:
         "exit",
     ]
     assert (
-        "Restart 1 inside the job, no checkpoint in the run directory yet. Before: rank 0: RuntimeError: boom."
+        "Restart 1 inside the job, no checkpoint in the run directory yet. Before: rank 0: RuntimeError: boom.\n"
         in launcher.stderr()
     )
     traceback = launcher.stderr().split("Traceback")[1]

@@ -230,7 +230,7 @@ def _described(fault: Fault) -> str:
     if fault.kind == "died":  # recorded by another process; the reason names the rank
         return str(fault.reason)
     who = "hang" if fault.kind == "hang" else f"rank {fault.rank}"  # a hang's reason names the rank
-    return f"{who}: {fault.reason}"
+    return f"{who}: {fault.reason}".removesuffix(".")  # more of the sentence follows
 
 
 @functools.lru_cache(maxsize=1000)  # all ranks of a group often record the same
