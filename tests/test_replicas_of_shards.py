@@ -310,7 +310,7 @@ def test_a_rank_whose_shard_is_not_that_of_the_other_groups_is_found(
     tmp_path: Path, groups: int, options: dict[str, Any]
 ) -> None:
     options = {**REPLICA_CHECK, **options}
-    flips = [{"step": 12, "rank": 3, "what": "weight", "bit": 3}, {"step": 17, "rank": 0, "what": "moment", "bit": 21}]
+    flips = [{"step": 12, "rank": 3, "what": "weight", "bit": 3}, {"step": 27, "rank": 0, "what": "moment", "bit": 21}]
     config = with_groups(make(tmp_path, "disturbed", flips=flips, **options), groups)
     codes, output = run(config, tmp_path / "disturbed")
     assert set(codes) == {0}, output

@@ -68,13 +68,17 @@ def on_request(trainer: Trainer, patches: Patches, request: Callable[[int, Calla
     """
     combined_loader = combined_loader_class(trainer)
 
-    def requested(which: int, make: Callable[[], Any]) -> Any:
-        found = request(which, make)
-        return copy.copy(found) if which == 0 and isinstance(found, combined_loader) else found
+    def replace(which: int, source: Any) -> None:
+        make = source.dataloader
 
-    for which, loop in enumerate((trainer.fit_loop, trainer.fit_loop.epoch_loop.val_loop)):
-        source = cast(Any, loop)._data_source
-        patches.set(source, "dataloader", functools.partial(requested, which, source.dataloader))
+        def requested() -> Any:
+            found = request(which, make)
+            return copy.copy(found) if isinstance(found, combined_loader) else found
+
+        patches.set(source, "dataloader", requested)
+
+    replace(0, trainer.fit_loop._data_source)
+    replace(1, trainer.fit_loop.epoch_loop.val_loop._data_source)
 
 
 def forget(trainer: Trainer) -> None:
