@@ -255,6 +255,7 @@ def test_one_look_says_nothing() -> None:
     assert [workers.states([loader], count) is None for count, loader in enumerate(loaders, 1)] == [True, False]
 
 
+@pytest.mark.slow
 def test_a_worker_may_be_spawned() -> None:
     workers, loader = DataWorkers(guard), DataLoader(Drawing(), 2, num_workers=1, multiprocessing_context="spawn")
     workers.watch([loader])

@@ -274,6 +274,7 @@ def test_ddp_as_on_an_accelerator(tmp_path: Path, options: dict[str, Any]) -> No
 
 
 @pytest.mark.parametrize("async_save", [pytest.param(False, marks=pytest.mark.campaign), True])
+@pytest.mark.slow
 def test_every_rank_gets_back_what_it_has_kept_of_its_own(tmp_path: Path, async_save: bool) -> None:
     """As much as it is, and of whatever form: the ranks give each other only what differs from rank 0's."""
     options = {"data": "stateful_with_luggage", "workers": 1, "augment": False, "trainer": {"devices": 3}}

@@ -408,6 +408,7 @@ def test_a_mistake_of_the_script_is_tried_twice(launcher: Launcher, mistake: str
 
 
 @pytest.mark.parametrize("restarts", [0, 1])
+@pytest.mark.slow_but_for("1")
 def test_a_mistake_is_not_announced_as_one_that_is_tried_again(launcher: Launcher, restarts: int) -> None:
     launcher.script("ledger.record('ran')\nundefined")
     for launch in range(2):

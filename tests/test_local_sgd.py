@@ -548,7 +548,7 @@ def test_a_stop_that_cannot_wait_exchanges_ahead_of_time(
 
 
 @pytest.mark.parametrize("by_exchange", [True, False])
-@pytest.mark.slow_but_for("True")
+@pytest.mark.slow
 def test_who_waits_long_for_the_others_does_not_hang(tmp_path: Path, by_exchange: bool) -> None:
     """Where they exchange, and where they are to act on something before that."""
     limits = "setup:60,step:3,validation:30,checkpointing:30,out_of_section:3"

@@ -1901,7 +1901,10 @@ def test_the_simulation_of_going_on_finds_a_mistake_that_is_put_back(folder: Pat
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(each, marks=pytest.mark.slow if each == "half a group is taken in" else ()) for each in OF_GROUPS],
+    [
+        pytest.param(each, marks=pytest.mark.slow if each in ("half a group is taken in", "nobody is cut") else ())
+        for each in OF_GROUPS
+    ],
 )
 def test_the_simulation_of_groups_finds_a_mistake_that_is_put_back(folder: Path, name: str) -> None:
     assert found_after(*OF_GROUPS[name], folder, range(400), Schedule.of_groups) is not None

@@ -400,6 +400,7 @@ class IsReadyAtOnce(SaveCoordinator):
 @pytest.mark.parametrize(
     "mistake", [IsAlwaysInTime, CountsWhatFailed, ComparesNothing, LeavesSilently, AnswersAtOnce, IsReadyAtOnce]
 )
+@pytest.mark.slow_but_for("CountsWhatFailed", "ComparesNothing", "LeavesSilently")
 def test_the_simulation_finds_a_mistake_of_the_saves(mistake: type[SaveCoordinator]) -> None:
     with pytest.raises(Violation):
         deque((undisturbed(seed, coordinator=mistake) for seed in range(100)), maxlen=0)

@@ -215,6 +215,7 @@ def saved(config: dict[str, Any]) -> list[int]:
 
 
 @pytest.mark.parametrize("async_save", [True, pytest.param(False, marks=pytest.mark.campaign)])
+@pytest.mark.slow
 def test_a_full_disk_and_a_bad_copy_on_one_rank_cost_that_save_only(tmp_path: Path, async_save: bool) -> None:
     options = {**ASYNC, "async_save": async_save, "step_s": 0.04, "save_every": 10}
     config = make(tmp_path, "run", disk_full_at=10, disk_full_rank=1, touches=[1, 20], keep=20, **options)

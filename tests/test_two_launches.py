@@ -76,6 +76,7 @@ print(refused, flush=True)
         first.wait()
 
 
+@pytest.mark.slow
 def test_a_launch_on_another_host_is_refused_as_long_as_the_first_lives(launcher: Launcher) -> None:
     launcher.script(STOPS_WHEN_TOLD)
     first = launcher.start(program=HERE)
