@@ -208,7 +208,7 @@ def test_a_script_that_ends_well_within_a_fit_says_that_there_is_more(
     launcher.script(script.replace("    L.Trainer(", "    try: L.Trainer(") + "\n    except ValueError: pass")
     options = "--recipe=workstation", "--continue-anyway", "script.py", "2"
     assert launcher.run(*options, "2") == 0
-    assert f"Finished: {reason}; the same command goes on with it. (exit code 0)" in launcher.stderr()
+    assert f"Finished: {reason}; the same command goes on from there. (exit code 0)" in launcher.stderr()
     assert launcher.run(*options, "3") == 0
     assert "Finished: the script ended. (exit code 0)" in launcher.stderr()
     [outcome] = [each.outcome for each in launcher.run_directory.fits]

@@ -25,7 +25,7 @@ BUDGET = {
     "detect/stragglers": 370,
     "elastic": 519,
     "fit": 7544,
-    "launch": 9277,
+    "launch": 9280,
     "launch/schedulers": 508,
     "run": 3209,
 }

@@ -137,15 +137,18 @@ def main() -> None:
 
     if os.getpid() != pid:  # a child that the script has forked ends for itself, and not for the run
         sys.exit(0 if outcome.status == "finished" else 1)
+    unfinished = []
     for fit in run_directory.fits:  # a fit's own word counts for more: a library may have swallowed its exception
         for said in (fit.outcome, fit.failed_start):
             if said is None or said.time < began:
                 continue
             if said.status == "halted" or (said.status == "interrupted" and outcome.status == "finished"):
                 outcome = said
-            elif said.status == "failed" and outcome.status == "finished":
-                what = f"{fit.path.name} had not finished (step {said.step}: {said.reason})"
-                outcome = Outcome("finished", f"{outcome.reason}, although {what}; the same command goes on with it")
+            elif said.status == "failed":
+                unfinished.append(f"{fit.path.name} had not finished (step {said.step}: {said.reason})")
+    if unfinished and outcome.status == "finished":
+        what = f"although {' and '.join(unfinished)}; the same command goes on from there"
+        outcome = Outcome("finished", f"{outcome.reason}, {what}")
     _record_end(run_directory, ledger, outcome, fault, command)
     if outcome.status == "failed":
         _end_at_once()
