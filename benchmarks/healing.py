@@ -4,7 +4,7 @@ Ranks of a model with 100 million parameters (1.2 GB with what AdamW keeps of th
 --when-lost go-on``. One is killed with SIGKILL again and again, each time after some steps of all. *Goes on* is the
 time from the kill to the next step of the others, *takes in* the time between two of their steps in which the new rank
 has come. In both a step is done. *Stands still* is what of *takes in* comes before that: the state of the boundary is
-saved, and the fit entered again.
+saved, and the fit entered again. *GB/s* is how much of the state is handed over in a second of that.
 
     PYTHONPATH=. python benchmarks/healing.py [--kills 5] [--ranks 2]
 """
@@ -27,6 +27,7 @@ from restart_program import SAVE_EVERY
 
 GO_ON = [*OURS, *BUDGET, "--elastic", "--when-lost", "go-on", "--spares", "off"]
 BETWEEN_S = 8.0
+STATE_GB = 1.2
 
 
 def wait_for_all(arm: Arm, ranks: int, since: float) -> set[int]:
@@ -80,10 +81,12 @@ def main() -> None:
                 print(f"of which it stands still for {stands_still[-1]:.2f} s", file=sys.stderr)
         finally:
             arm.end()
-    print("| ranks | a step, p50 | goes on, p50 | longest | takes in, p50 | longest | stands still, p50 | longest |")
-    print("|---|---|---|---|---|---|---|---|")
+    still = "stands still, p50 | longest | GB/s"
+    print(f"| ranks | a step, p50 | goes on, p50 | longest | takes in, p50 | longest | {still} |")
+    print("|---|---|---|---|---|---|---|---|---|")
     times = " | ".join(map(row, (goes_on, takes_in, stands_still)))
-    print(f"| {options.ranks} | {statistics.median(steps):.2f} | {times} |")
+    rate = STATE_GB / statistics.median(stands_still)
+    print(f"| {options.ranks} | {statistics.median(steps):.2f} | {times} | {rate:.2f} |")
 
 
 if __name__ == "__main__":

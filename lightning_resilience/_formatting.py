@@ -1,10 +1,13 @@
-"""Tables, durations and times as the command line shows them."""
+"""Tables, durations, sizes and times as a person reads them."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
 from datetime import datetime
+
+UNLIMITED_BYTES = 1 << 60
+"""What stands for a size without a limit."""
 
 _NUMBER = re.compile(r"(>=)?\d+(\.\d+)?( %)?|-")
 
@@ -69,6 +72,21 @@ def duration(seconds: float) -> str:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes} min {rest:02} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02} min"
+
+
+def format_bytes(nbytes: float) -> str:
+    """A size: ``1.2 GiB``.
+
+    Args:
+        nbytes: How many bytes.
+    """
+    if nbytes >= UNLIMITED_BYTES:
+        return "any amount"
+    value, units = float(nbytes), ["bytes", "KiB", "MiB", "GiB", "TiB"]
+    while value >= 1024 and len(units) > 1:
+        value /= 1024
+        del units[0]
+    return f"{value:.1f} {units[0]}" if units[0] != "bytes" else f"{nbytes:.0f} byte{'s' * (nbytes != 1)}"
 
 
 def timestamp(seconds: float) -> str:

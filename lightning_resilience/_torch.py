@@ -31,6 +31,18 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+def own_store(prefix: str) -> Any:
+    """A client of the job's store that belongs to its caller alone: calls of one client wait for each other.
+
+    Args:
+        prefix: Before each of its keys.
+    """
+    from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
+
+    shared: Any = _get_default_store()
+    return PrefixStore(prefix, shared.clone())
+
+
 def before_update(call: Callable[[], None], args: Any, kwargs: Any) -> Any:
     """Has ``call`` called right before an optimizer changes anything: for the pre-hook of its step, which returns this.
 

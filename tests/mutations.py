@@ -1692,7 +1692,7 @@ GUARDS = [
     Guard(
         "elastic: what the fit can is known of a rank that is started again",
         "launch/loss_policy.py",
-        "fewer=last.fewer, tasks=last.tasks)",
+        "fewer=known.fewer, tasks=known.tasks)",
         "fewer=None, tasks=None)",
         "tests/test_going_on.py::test_a_restart_does_not_wait_although_a_rank_was_started_again",
     ),

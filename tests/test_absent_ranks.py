@@ -123,11 +123,11 @@ def assert_the_same_run(
     return output
 
 
+@pytest.mark.slow
 @pytest.mark.also_as_on_gpu("4-2-4")
 @pytest.mark.parametrize(
     "ranks", [(4, 2, 4), (4, 3), (4, 3, 1, 4), (3, 2), (2, 1)], ids=lambda x: "-".join(map(str, x))
 )
-@pytest.mark.slow_but_for("cpu-4-3")
 def test_steps_are_those_of_the_run_as_it_was_begun(tmp_path: Path, ranks: tuple[int, ...]) -> None:
     # With one epoch, its means are of steps before and after.
     output = assert_the_same_run(tmp_path, *ranks, trainer={"max_epochs": 1 if len(ranks) == 2 else 3})

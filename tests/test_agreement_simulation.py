@@ -526,6 +526,7 @@ def test_a_rank_alone_acts_without_polling() -> None:
 QUICK, LONG_END = (0.5, 0.5), 12.0
 
 
+@pytest.mark.slow
 def test_those_that_have_finished_wait_for_one_that_takes_its_time() -> None:
     for seed in range(8):
         simulation = run_undisturbed(seed, small=True, deadlines=QUICK, long_end=LONG_END)
@@ -534,6 +535,7 @@ def test_those_that_have_finished_wait_for_one_that_takes_its_time() -> None:
             assert store.num_keys() <= 40, "it grows with the time"
 
 
+@pytest.mark.slow
 @schedules(6, 18)
 @pytest.mark.parametrize("rank_0_owns_store", [True, False], ids=["store dies with rank 0", "store survives"])
 def test_those_that_have_finished_do_not_wait_for_one_that_is_gone(rank_0_owns_store: bool, seeds: range) -> None:
@@ -620,6 +622,7 @@ def test_nothing_grows_with_the_events(nodes: list[list[int]], events: int) -> N
     assert most_text <= half_text + 100 * len(nodes), "what is kept gets longer with the events"
 
 
+@pytest.mark.slow_but_for("store dies with rank 0-some")
 @schedules(50, 200)
 @pytest.mark.parametrize("rank_0_owns_store", [True, False], ids=["store dies with rank 0", "store survives"])
 def test_nobody_hangs_or_acts_alone_wherever_a_rank_dies(rank_0_owns_store: bool, seeds: range) -> None:
@@ -646,6 +649,7 @@ def test_all_ranks_act_at_the_same_boundary_or_none_does_at_length() -> None:
         run_undisturbed(seed)
 
 
+@pytest.mark.slow
 @schedules(50, 150)
 def test_a_rank_that_raises_is_named_to_all_others(seeds: range) -> None:
     told = 0
@@ -659,6 +663,7 @@ def test_a_rank_that_raises_is_named_to_all_others(seeds: range) -> None:
     assert told > 0.15 * len(seeds)
 
 
+@pytest.mark.slow
 @schedules(25, 75)
 def test_a_restart_on_the_same_store_sees_nothing_of_the_attempt_before(seeds: range) -> None:
     for seed, rank, step in random_falls(seeds):

@@ -217,6 +217,7 @@ def examples() -> list[Any]:
     return found
 
 
+@pytest.mark.slow_but_for("NaNGuard")
 @pytest.mark.parametrize(("cls", "example"), examples())
 def test_the_example_of_each_callback_runs(
     cls: type[Any], example: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

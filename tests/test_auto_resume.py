@@ -78,8 +78,8 @@ DAMAGE: dict[str, Callable[[Path], Any]] = {
 }
 
 
+@pytest.mark.slow_but_for("one flipped bit")
 @pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE.keys())
-@pytest.mark.slow_but_for("one flipped bit", "an object that is executed when it is read", "empty")
 def test_a_checkpoint_that_does_not_verify_is_quarantined(tmp_path: Path, damage: Callable[[Path], Any]) -> None:
     config = killed(tmp_path)
     newest = checkpoints(config)[0]
@@ -121,6 +121,7 @@ def test_nothing_that_verifies_starts_fresh_and_says_so(tmp_path: Path) -> None:
     assert result(config) == undisturbed(tmp_path)[0]
 
 
+@pytest.mark.slow
 def test_one_rank_cannot_read_what_the_others_can(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All ranks take the same checkpoint: the newest that every one of them has verified."""
     options = {"trainer": {"devices": 2}}

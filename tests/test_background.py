@@ -288,6 +288,7 @@ def test_where_there_is_no_memory_for_a_copy_the_training_waits_and_it_is_said_o
     assert threads == {"MainThread", "background-checkpoint"}, "60 bytes of parameters and what Adam keeps, and a tenth"
 
 
+@pytest.mark.slow
 def test_no_limit_is_learned_from_saves_that_were_not_waited_for(tmp_path: Path) -> None:
     """Or that of a preemption, which is, would be taken for a hang."""
     limits: dict[bool, Any] = {}

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from lightning_resilience._formatting import format_bytes
 from lightning_resilience.checkpoint import capacity
-from lightning_resilience.checkpoint.capacity import available_bytes, check, format_bytes, in_node_memory, needed_bytes
+from lightning_resilience.checkpoint.capacity import available_bytes, check, in_node_memory, needed_bytes
 from lightning_resilience.run.save_interval import (
     chosen_interval_s,
     growing_interval_s,

@@ -96,6 +96,7 @@ def test_loads_only_what_is_safe(tmp_path: Path) -> None:
     assert checkpoint_file.load(tmp_path / "a.ckpt", weights_only=False) == {"path": Path("/")}
 
 
+@pytest.mark.slow
 def test_memory_does_not_hold_the_file(tmp_path: Path) -> None:
     size = 256 << 20
 
@@ -161,6 +162,7 @@ def test_every_truncation_is_noticed(tmp_path: Path) -> None:
                 check(path)
 
 
+@pytest.mark.slow_but_for("None")
 @pytest.mark.parametrize("comment_length", [None, 256])
 def test_every_flipped_bit_is_noticed(tmp_path: Path, comment_length: int | None) -> None:
     """256: one flipped bit makes the length of the trailer zero, as if there were none."""
@@ -286,6 +288,7 @@ def test_unstamped_files_without_checksums_load(tmp_path: Path) -> None:
     assert same(checkpoint_file.load(tmp_path / "b.ckpt"), state(2))
 
 
+@pytest.mark.slow
 def test_damage_to_unstamped_files(tmp_path: Path) -> None:
     path = tmp_path / "a.ckpt"
     torch.save({"weight": torch.arange(8)}, path)
@@ -450,6 +453,7 @@ def seed_of(folder: Path) -> int:
     return seeds.pop()
 
 
+@pytest.mark.slow
 def test_killed_at_every_point_of_a_directory(tmp_path: Path) -> None:
     def save(folder: Path, seed: int) -> None:
         checkpoint_file.set_aside(folder / "a.ckpt")
@@ -506,6 +510,7 @@ def unprivileged() -> Iterator[None]:
         os.seteuid(user)
 
 
+@pytest.mark.slow
 def test_a_full_disk_leaves_the_old_content(tmp_path: Path) -> None:
     path = tmp_path / "a.ckpt"
     big = [torch.full((64, 64), float(value)) for value in range(4)]  # More than fits into the buffer of the file.

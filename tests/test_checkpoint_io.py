@@ -364,6 +364,7 @@ def test_killed_at_every_point_of_a_fit(
         assert checkpoint_file.load(folder / "last.ckpt")["global_step"] in (1, 2)
 
 
+@pytest.mark.slow
 def test_killed_at_every_point_of_a_strategys_directory(lightning: Namespace, tmp_path: Path) -> None:
     """The only checkpoint is saved again under its name."""
     strategies = importlib.import_module("lightning.pytorch.strategies")

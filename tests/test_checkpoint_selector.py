@@ -28,10 +28,10 @@ def kill(step: int) -> dict[str, Any]:
     return {"at": "train", "step": step, "do": "SIGKILL", "once": True}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "callbacks", [["preemption", "auto_resume", "local_checkpoint"], ["preemption", "auto_resume"]]
 )
-@pytest.mark.slow_but_for("callbacks0")
 def test_stopped_in_the_middle_of_a_validation(tmp_path: Path, callbacks: list[str]) -> None:
     """The state that a preemption saves is then that of the beginning of the validation, in either tier."""
     options = {
@@ -57,6 +57,7 @@ def test_stopped_in_the_middle_of_a_validation(tmp_path: Path, callbacks: list[s
 MODEL_CHECKPOINT = {"save_last": True, "every_n_train_steps": 8, "save_top_k": 1}
 
 
+@pytest.mark.slow
 def test_last_means_the_newest_local_state_too(tmp_path: Path) -> None:
     config = make(
         tmp_path,
@@ -79,6 +80,7 @@ def test_last_means_the_newest_local_state_too(tmp_path: Path) -> None:
     assert samples(config) == undisturbed(tmp_path, numpy=False, save_every=None)[1]
 
 
+@pytest.mark.slow_but_for("False")
 @pytest.mark.parametrize("local", [True, False])
 def test_a_run_continued_from_a_chosen_path_goes_on_from_there_after_a_fault(tmp_path: Path, local: bool) -> None:
     """Whatever it had saved before, with more steps, is another course of the training."""

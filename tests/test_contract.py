@@ -263,6 +263,7 @@ def test_configured_from_yaml_with_its_defaults(cls: type[Any]) -> None:
     assert vars(from_yaml(cls)) == vars(cls())
 
 
+@pytest.mark.slow_but_for("Preemption")
 @each
 def test_the_printed_configuration_is_a_configuration(cls: type[Any], capsys: pytest.CaptureFixture[str]) -> None:
     path = f"lightning_resilience.{cls.__name__}"
@@ -275,6 +276,7 @@ def test_the_printed_configuration_is_a_configuration(cls: type[Any], capsys: py
     assert vars(callback) == vars(cls())
 
 
+@pytest.mark.slow_but_for("00:05:00-expected0-LocalCheckpoint", "00:05:00-expected0-Preemption")
 @each
 @pytest.mark.parametrize(
     ("text", "expected"),
@@ -421,6 +423,7 @@ def test_appended_after_the_trainer_was_made(undisturbed: str) -> None:
     assert again.global_step == trainer.global_step
 
 
+@pytest.mark.slow_but_for("LocalCheckpoint")
 @each
 def test_two_fits_of_one_trainer(cls: type[Any], place: Path) -> None:
     weights = []
@@ -435,6 +438,7 @@ def test_two_fits_of_one_trainer(cls: type[Any], place: Path) -> None:
     assert of_this_package(trainer) == []
 
 
+@pytest.mark.slow_but_for("Preemption")
 @each
 def test_two_trainers(cls: type[Any], undisturbed: str) -> None:
     callback = cls()
@@ -453,6 +457,7 @@ class Acts(lightning.pytorch.Callback):
         self.found = [each for each in ours if each._participant is not None]
 
 
+@pytest.mark.slow_but_for("NaNGuard")
 @each
 def test_of_two_the_last_one_acts(cls: type[Any], undisturbed: str, caplog: pytest.LogCaptureFixture) -> None:
     """It was added to those of a recipe, with options of its own."""
@@ -575,6 +580,7 @@ def test_state_round_trip(cls: type[Any]) -> None:
         assert other.state_dict() == state
 
 
+@pytest.mark.slow_but_for("Preemption")
 @each
 def test_checkpoints_can_be_used_without_the_callback(cls: type[Any], place: Path) -> None:
     """And one that was written without it can be used with it."""
@@ -598,6 +604,7 @@ OF_OTHERS = ("checkpoint_io", ".__func__")
 """Made durable for good, and what stands on Lightning's classes during a fit: a copy has none of its own."""
 
 
+@pytest.mark.slow_but_for("deepcopy-Preemption", "pickle-NaNGuard")
 @each
 @pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES.keys())
 def test_copies(cls: type[Any], copied: Callable[[Any], Any], undisturbed: str) -> None:

@@ -181,6 +181,14 @@ def read(loader: Any, batches: int = 12) -> list[Any]:
     return [batch for batch, _ in zip(loader, range(batches), strict=False)]
 
 
+@pytest.mark.slow_but_for(
+    "draws from torch's-True-True",
+    "draws from NumPy's-True-True",
+    "counts in slots-False-False",
+    "calculates-True-False",
+    "opens a file when it first reads-True-False",
+    "writes to a tensor-False-False",
+)
 @pytest.mark.parametrize(
     ("reads", "known", "drawn"),
     [
@@ -398,6 +406,7 @@ def test_a_collation_that_is_set_later_is_not_watched() -> None:
     workers.leave()
 
 
+@pytest.mark.slow_but_for("1-1")
 @pytest.mark.parametrize(("count", "prefetch"), [(1, 1), (2, 2), (3, 4)])
 def test_other_workers_begin_where_these_were(count: int, prefetch: int, tmp_path: Path) -> None:
     """At each place of an epoch, and again after that; nothing is read twice."""
@@ -442,6 +451,7 @@ def test_other_workers_begin_where_these_were(count: int, prefetch: int, tmp_pat
     workers.leave()
 
 
+@pytest.mark.slow
 def test_other_workers_begin_at_a_place_only_if_they_are_as_good() -> None:
     def drawn_by(count: int, **options: Any) -> tuple[DataWorkers, Any, torch.Tensor]:
         workers = DataWorkers(guard)
@@ -490,6 +500,7 @@ def test_other_workers_begin_at_a_place_only_if_they_are_as_good() -> None:
     assert len(read(loader, 30)) == 20
 
 
+@pytest.mark.slow_but_for("one worker-if-changed", "fewer batches than workers-always")
 @pytest.mark.parametrize("is_asked", [True, False], ids=["if-changed", "always"])
 @pytest.mark.parametrize(
     ("count", "prefetch", "longest", "kind"),

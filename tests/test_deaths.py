@@ -237,6 +237,7 @@ def dies(tmp: Path, do: str, step: int = 20, **options: Any) -> dict[str, Any]:
     return watched(tmp, limits="step:180", trainer=TRAINER, events=[BLOCKED, death], **options)
 
 
+@pytest.mark.slow_but_for("exit-3-exit code 3")
 @pytest.mark.parametrize(("do", "code", "how"), [("SIGKILL", -9, "was killed by SIGKILL"), ("exit", 3, "exit code 3")])
 def test_the_survivors_of_a_dead_rank_are_ended_and_it_is_named(tmp_path: Path, do: str, code: int, how: str) -> None:
     config = dies(tmp_path, do)

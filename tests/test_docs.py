@@ -248,6 +248,7 @@ def messages() -> list[re.Pattern[str]]:
     return [re.compile(pattern) for pattern in patterns]
 
 
+@pytest.mark.slow_but_for("docs/what-can-happen.md", "examples/README.md", "docs/index.md")
 @each_page
 def test_log_lines_are_the_programs(page: Path) -> None:
     """What stands in a block ``log`` behind our name begins as some message of the package does."""

@@ -132,6 +132,7 @@ def test_stopped_behind_the_last_of_max_steps_the_rest_of_the_fit_is_done(tmp_pa
     assert outcome.status == "finished"
 
 
+@pytest.mark.slow
 def test_a_hook_that_sleeps_at_the_end_loses_nothing_and_is_told_what_to_do(tmp_path: Path) -> None:
     limits = "setup:60,step:60,checkpointing:60,out_of_section:2"
     config = make(
@@ -178,8 +179,8 @@ CHANGED_AT_THE_END: dict[str, tuple[Callable[[], list[Any]], dict[str, Any], int
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CHANGED_AT_THE_END)
-@pytest.mark.slow_but_for("averaged")
 def test_ends_that_change_the_weights(tmp_path: Path, case: str) -> None:
     """Killed behind what changes them: they are changed once, and a larger limit knows nothing of it."""
     callbacks, options, trained_again = CHANGED_AT_THE_END[case]
@@ -198,6 +199,7 @@ def test_ends_that_change_the_weights(tmp_path: Path, case: str) -> None:
     assert script.start(**more).digest == script.plain(**more)
 
 
+@pytest.mark.slow_but_for("in an epoch")
 @pytest.mark.parametrize("options", [{"max_steps": 17, "max_epochs": -1}, {}], ids=["in an epoch", "behind one"])
 def test_killed_at_the_end_and_begun_again_with_a_larger_limit(tmp_path: Path, options: dict[str, Any]) -> None:
     marker = tmp_path / "marker"

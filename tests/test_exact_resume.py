@@ -60,13 +60,13 @@ MORE_LOADERS = [
 ]
 
 
+@pytest.mark.slow_but_for("cpu-shuffle", "as on a GPU-shuffle")
 @pytest.mark.also_as_on_gpu("shuffle", "stateful-False-2")
 @pytest.mark.parametrize(
     "options",
     [*LOADERS, *(pytest.param(options, marks=pytest.mark.campaign) for options in MORE_LOADERS)],
     ids=lambda o: "-".join(str(v) for v in o.values()),
 )
-@pytest.mark.slow_but_for("cpu-stateful-False-2", "as on a GPU-shuffle", "cpu-shuffle")
 def test_one_process(tmp_path: Path, options: dict[str, Any]) -> None:
     assert killed_and_resumed(tmp_path, [{"at": "train", "step": 27}], **options)[:2] == undisturbed(
         tmp_path, **options
@@ -91,16 +91,11 @@ TRAINERS = {
 }
 
 
+@pytest.mark.slow_but_for("31-accumulation")
 @pytest.mark.parametrize(
     "options", some(TRAINERS, "manual optimization", "early stopping", "max_steps", "hooks that draw")
 )
 @pytest.mark.parametrize("step", [pytest.param(17, marks=pytest.mark.campaign), 31])
-@pytest.mark.slow_but_for(
-    "31-accumulation",
-    "31-plateau on the training loss",
-    "31-loaders made anew",
-    "31-several optimizers of which one accumulates",
-)
 def test_what_the_trainer_does_beside(tmp_path: Path, options: dict[str, Any], step: int) -> None:
     events = [{"at": "train", "step": step}]
     assert killed_and_resumed(tmp_path, events, **options)[:2] == undisturbed(tmp_path, **options)
@@ -116,8 +111,8 @@ ANEW: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trainer", ANEW.values(), ids=ANEW)
-@pytest.mark.slow_but_for("every second epoch")
 def test_loaders_that_draw_random_numbers_when_they_are_made(tmp_path: Path, trainer: dict[str, Any]) -> None:
     """In an epoch in which they were made, after it, at its end, and in a validation."""
     options = {
@@ -226,9 +221,9 @@ def test_ranks_with_callbacks_that_change_what_is_trained(tmp_path: Path, callba
     assert "have changed since" not in said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.also_as_on_gpu("1")
-@pytest.mark.slow_but_for("cpu-1")
 def test_a_validation_of_averaged_weights_is_not_stopped_within(tmp_path: Path, ranks: int) -> None:
     """What Lightning's callback, or one of the user's, puts into the module for it would be taken for the trained."""
     averages = {"EMAWeightAveraging": {"decay": 0.9}}
@@ -291,9 +286,9 @@ FSDP1: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.also_as_on_gpu
 @pytest.mark.parametrize("options", some(SHARDED))
-@pytest.mark.slow_but_for("as on a GPU-FSDP2, in one file")
 def test_sharded(tmp_path: Path, options: dict[str, Any]) -> None:
     options = {**options, "trainer": {"devices": 2}}
     events = [{"at": "train", "step": 23, "rank": 1}]
@@ -314,6 +309,7 @@ def test_sharded_by_fsdp1(tmp_path: Path, options: dict[str, Any]) -> None:
     assert "is still being written" in done[2]
 
 
+@pytest.mark.slow_but_for("workers", "tensors")
 @pytest.mark.parametrize(
     ("options", "read_again", "skipped"),
     [

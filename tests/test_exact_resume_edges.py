@@ -171,9 +171,9 @@ CHANGES: dict[str, tuple[Callable[[], list[Any]], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.slow_but_for("node-pruned")
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("local", [False, True], ids=["run directory", "node"])
-@pytest.mark.slow_but_for("node-pruned", "run directory-averaged")
 def test_what_is_trained_changes_on_the_way(tmp_path: Path, change: str, local: bool) -> None:
     """Killed twice in one epoch, and again in the last."""
     callbacks, options = CHANGES[change]
@@ -188,6 +188,7 @@ def test_what_is_trained_changes_on_the_way(tmp_path: Path, change: str, local: 
     assert again.digest == end.digest
 
 
+@pytest.mark.slow
 def test_the_last_epoch_of_averaging_is_begun_anew(tmp_path: Path) -> None:
     """It only reads, and ends in a step of the gradients from before it: a save in it would not have them."""
     saving = {"every_n_train_steps": 1, "async_save": False}
@@ -248,6 +249,7 @@ RAISED: dict[str, tuple[Callable[[], list[Any]], dict[str, Any], Callable[[], li
 }
 
 
+@pytest.mark.slow_but_for("max_steps", "patience")
 @pytest.mark.parametrize("case", RAISED)
 def test_a_larger_limit_trains_on(tmp_path: Path, caplog: pytest.LogCaptureFixture, case: str) -> None:
     """As if it had always been the larger one; nothing was saved before the first end."""
@@ -276,8 +278,8 @@ def test_another_limit_than_the_one_that_ended_it_changes_nothing(
     assert "raise the patience of EarlyStopping" in caplog.text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("callbacks", [averaged, pruned_at_validation], ids=["averaged", "pruned"])
-@pytest.mark.slow_but_for("averaged")
 def test_more_epochs_where_the_end_has_changed_the_weights(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, callbacks: Callable[[], list[Any]]
 ) -> None:
@@ -291,6 +293,7 @@ def test_more_epochs_where_the_end_has_changed_the_weights(
     assert "continues from its end, which is not exact" in caplog.text
 
 
+@pytest.mark.slow_but_for("5-trained on twice")
 @pytest.mark.parametrize(("size", "said"), [(2, "trained on once"), (8, "trained on once"), (5, "trained on twice")])
 def test_another_batch_size_goes_on_behind_the_same_samples(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, size: int, said: str

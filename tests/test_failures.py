@@ -111,6 +111,7 @@ def test_a_failure_is_known_again_in_the_next_launch(launcher: Launcher) -> None
     assert clause(launcher, "4th") in launcher.stderr()
 
 
+@pytest.mark.slow
 def test_a_diagnosed_hang_is_the_failure_and_not_what_its_peers_ran_into(launcher: Launcher) -> None:
     launcher.script(
         """

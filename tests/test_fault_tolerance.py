@@ -316,6 +316,7 @@ def test_waiting_for_a_save_in_the_background_counts_as_checkpointing(tmp_path: 
         no_alarm(config, output)
 
 
+@pytest.mark.slow
 def test_the_replay_of_data_after_a_resume_is_progress(tmp_path: Path) -> None:
     """It takes 4 s, a batch of it 0.4 s, and the set-up may take 2.5 s."""
     slow = [{"at": "data", "step": 4 * batch + 1, "do": "sleep", "seconds": 0.4} for batch in range(11)]
@@ -389,6 +390,7 @@ def test_a_pause_of_the_whole_job_is_no_hang(tmp_path: Path) -> None:
 # -- the watchdog and the end of the fit -------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_watchdog_that_was_killed_is_started_again(tmp_path: Path) -> None:
     config = watched(tmp_path, events=[{"at": "train", "step": 12, "do": "kill_watchdog"}, HANG])
     output = fails(config)
@@ -425,6 +427,7 @@ def test_it_is_passive_where_nothing_is_trained(tmp_path: Path, monkeypatch: pyt
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_a_hang_when_lightning_has_put_the_signals_back(tmp_path: Path) -> None:
     """It sets every signal to what Python knew when the fit began, and Python does not know of handlers in C."""
     config = watched(tmp_path, events=[{**HANG, "at": "fit_end", "step": 0}], trainer={"max_epochs": 1})
@@ -452,6 +455,7 @@ def test_sigterm_to_everybody_during_a_hang(tmp_path: Path) -> None:
     nothing_left(config)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["no folder", pytest.param("no answer", marks=pytest.mark.campaign)])
 def test_storage_that_does_not_work_does_not_save_a_hung_rank(tmp_path: Path, what: str) -> None:
     """The folder of the diagnosis is a file; or a file in it is a pipe to which nobody ever writes."""
@@ -495,6 +499,7 @@ def test_calculated_timeouts_are_kept_for_the_next_job(tmp_path: Path, folder: s
     assert limits[-1]["setup"] == 30, "the set-up has loaded a checkpoint"
 
 
+@pytest.mark.slow
 def test_where_nobody_starts_the_run_again_no_calculated_limit_ends_it(tmp_path: Path) -> None:
     config = watched(tmp_path, fault_tolerance=STEP_100)
     runs({**config, "trainer": {"max_epochs": 2}}, environment=STARTED_AGAIN)
@@ -505,6 +510,7 @@ def test_where_nobody_starts_the_run_again_no_calculated_limit_ends_it(tmp_path:
     assert {each["step"] for each in limits} == {100}
 
 
+@pytest.mark.slow
 def test_calculated_timeouts_of_another_world_size_or_damaged_ones_are_ignored(tmp_path: Path) -> None:
     config = watched(tmp_path, fault_tolerance=STEP_100, trainer={"max_epochs": 2})
     runs(config, environment=STARTED_AGAIN)
@@ -523,6 +529,7 @@ def test_calculated_timeouts_of_another_world_size_or_damaged_ones_are_ignored(t
     assert json.loads(state.read_text())["fits"]["0"]["layout"]["world_size"] == 1
 
 
+@pytest.mark.slow
 def test_all_ranks_calculate_the_same_from_what_one_has_seen(tmp_path: Path) -> None:
     """Rank 1 is slow right before a save: for it that is a long step, for rank 0 it is a long save."""
     config = watched(
@@ -724,6 +731,7 @@ def test_a_rank_that_comes_late_to_a_health_check_but_in_time_for_a_step_is_wait
     runs(config)
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_absent_from_a_health_check_fails_it_for_the_others(tmp_path: Path) -> None:
     config = watched(
         tmp_path,
@@ -775,6 +783,7 @@ def test_a_drill_happens_once_and_is_survived(tmp_path: Path, name: str) -> None
     nothing_left(config)
 
 
+@pytest.mark.slow
 def test_a_simulated_nan_is_gone_after_a_restart(tmp_path: Path) -> None:
     fault = {"fault_type": "nan_loss", "rank": 0, "at_step": 18}
     config = watched(tmp_path, fault_tolerance={"simulated_fault_params": fault}, save_every=16)

@@ -575,8 +575,8 @@ def evaluating(tmp: Path, what: str) -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", [pytest.param("reports", marks=pytest.mark.campaign), "fit and validate", "nothing"])
-@pytest.mark.slow_but_for("fit and validate")
 def test_what_advances_inside_of_a_fit_lives(tmp_path: Path, what: str) -> None:
     process = harness.CONTEXT.Process(target=evaluating, args=(tmp_path, what))
     process.start()

@@ -57,6 +57,7 @@ def test_ranks(tmp_path: Path, options: dict[str, Any], tier: str) -> None:
     assert gone_back(tmp_path, 27, **options, **local) == undisturbed(tmp_path, **options, **local)
 
 
+@pytest.mark.slow
 def test_again_and_again_and_killed_in_between(tmp_path: Path) -> None:
     options: dict[str, Any] = {"workers": 1, "validation": True}
     back = [{"at": "train", "step": step, "do": "go_back", "once": True} for step in (12, 13, 27, 40)]

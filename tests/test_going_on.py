@@ -662,6 +662,17 @@ def test_a_restart_does_not_wait_although_a_rank_was_not_among_those_that_went_o
     assert run.started == [[0], [0]]
 
 
+def test_a_restart_does_not_wait_although_only_a_lost_rank_had_said_what_the_fit_can() -> None:
+    run = Run(fewer=None)
+    run.say(2, "ready")
+    run.away = {2}
+    run.lose(0, 1, 2)
+    run.step()
+    run.lose(0, 1)
+    run.step()
+    assert run.started == [[0, 1], [0, 1]]
+
+
 def test_a_newcomer_that_is_lost_with_its_node_is_started_when_that_is_back(lines: list[str]) -> None:
     run = Run()
     run.lose(2)

@@ -110,11 +110,11 @@ LONG = ("training_step", "callback", "validation", "end_of_epoch", "save", "othe
 """Much like others, or long."""
 
 
+@pytest.mark.slow
 @pytest.mark.also_as_on_gpu
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.campaign if name in LONG else ()) for name in CASES]
 )
-@pytest.mark.slow_but_for("cpu-data_loader")
 def test_hang_is_found_explained_and_survived(tmp_path: Path, name: str) -> None:
     world_size, event, options, kind, where = CASES[name]
     config, reference = hanging(tmp_path, world_size, {**event, "seconds": FOREVER}, **options)

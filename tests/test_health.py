@@ -87,7 +87,7 @@ def states(checks: list[Check] | tuple[Check, ...]) -> dict[str, bool]:
 def test_the_report_is_one_line_that_names_what_failed_and_nothing_else() -> None:
     good = Check("compute", True, "device cpu computes as it should")
     bad = Check("device", False, "device cuda:3 did not answer within 30 s: reset it or exclude this node")
-    full = Check("free space", False, "1.2 GB free in /runs, 5.0 GB needed: make room")
+    full = Check("free space", False, "1.2 GiB free in /runs, 5.0 GiB needed: make room")
     report = HealthReport((good, bad, full))
     assert not report.ok
     assert report.failed == (bad, full)
@@ -349,7 +349,7 @@ def test_too_little_space_says_how_much_there_is_and_how_much_is_needed(tmp_path
     check = check_free_space(tmp_path, free_bytes(tmp_path) + 5 * 10**12)
     assert not check.ok
     assert f"B free in {tmp_path}, " in check.detail
-    assert "TB needed" in check.detail
+    assert "TiB needed" in check.detail
 
 
 def test_something_that_is_no_directory_is_not_written_to(tmp_path: Path) -> None:
@@ -383,6 +383,7 @@ print(json.dumps([[check.ok, check.detail] for check in checks]))
 """
 
 
+@pytest.mark.slow
 def test_full_crowded_and_read_only_file_systems(tmp_path: Path) -> None:
     alone = ["unshare", "--user", "--map-root-user", "--mount"]  # what is mounted there goes with the process
     try:
@@ -396,7 +397,7 @@ def test_full_crowded_and_read_only_file_systems(tmp_path: Path) -> None:
     result = subprocess.run(script, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr
     space, write, clock, inodes, read_only = json.loads(result.stdout)
-    assert space == [False, "0 B free in full, 1 B needed: make room"]
+    assert space == [False, "0 bytes free in full, 1 byte needed: make room"]
     for ok, detail in (write, clock):
         assert not ok
         assert "full cannot be written to (No space left on device)" in detail
@@ -506,7 +507,7 @@ def test_a_node_on_which_everything_is_broken_is_reported_in_one_line(
     assert "\n" not in line
     assert "unhealthy: device cpu did not answer within 1 s" in line
     assert f"the storage of {run_dir} did not answer within 1 s" in line
-    assert f"free in {local}, 1000000.0 TB needed" in line
+    assert f"free in {local}, 909494.7 TiB needed" in line
     assert [check.answered for check in report.failed] == [False, False, True, False]
 
 

@@ -142,6 +142,7 @@ class MyAutoResume(AutoResume):
     pass
 
 
+@pytest.mark.slow_but_for("MyAutoResume")
 @pytest.mark.parametrize("own", [AutoResume, MyAutoResume])
 def test_the_users_own_goes_first(launched: RunDirectory, own: type[AutoResume]) -> None:
     members: list[Any] = []
@@ -178,6 +179,7 @@ def test_a_single_callback_made_after_the_package_is_imported(not_imported_yet: 
     assert ours(make_trainer(AutoResume(), package=pytorch_lightning)) == ["AutoResume"]
 
 
+@pytest.mark.slow
 def test_a_list_of_callbacks_used_again_and_again(launched: RunDirectory) -> None:
     callbacks: list[Any] = [L.Callback()]
     for number in range(3):
@@ -199,8 +201,8 @@ SCRIPTS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", SCRIPTS.values(), ids=SCRIPTS.keys())
-@pytest.mark.slow_but_for("two ranks")
 def test_a_preempted_script_ends_as_if_undisturbed(tmp_path: Path, options: dict[str, Any]) -> None:
     options = {"callbacks": [], **options}
     event = {"at": "train", "step": 23, "rank": 0, "do": "SIGTERM", "once": True}

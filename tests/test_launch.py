@@ -275,6 +275,7 @@ def test_a_crash_is_restarted_inside_the_job(launcher: Launcher) -> None:
         assert f"lightning_resilience_{line}".replace("R", str(launcher.run_directory.path), 1) in shown, shown
 
 
+@pytest.mark.slow
 def test_what_always_crashes_ends_with_the_budget_and_the_reason(launcher: Launcher) -> None:
     launcher.script("ledger.record('ran'); raise ConnectionError('boom')")
     assert launcher.run("--in-job-restarts=1", "--job-retries=1", "script.py") == 1
@@ -376,6 +377,7 @@ def test_another_number_of_workers_than_the_trainers_ends_the_run_at_once(launch
     assert "2 workers were started, but this Trainer has 1. Pass the same numbers to" in launcher.stderr()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mistake",
     [
@@ -387,7 +389,6 @@ def test_another_number_of_workers_than_the_trainers_ends_the_run_at_once(launch
         "ledger.record('fresh', fit=0); raise RuntimeError('mat1 and mat2 shapes cannot be multiplied (4x8 and 4x2)')",
     ],
 )
-@pytest.mark.slow_but_for("undefined")
 def test_a_mistake_of_the_script_is_tried_twice(launcher: Launcher, mistake: str) -> None:
     launcher.script(f"ledger.record('ran')\ndef train():\n    {mistake}\ntrain()")
     assert launcher.run() == 1
@@ -407,8 +408,8 @@ def test_a_mistake_of_the_script_is_tried_twice(launcher: Launcher, mistake: str
     assert launcher.stderr().count(", in train") == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("restarts", [0, 1])
-@pytest.mark.slow_but_for("1")
 def test_a_mistake_is_not_announced_as_one_that_is_tried_again(launcher: Launcher, restarts: int) -> None:
     launcher.script("ledger.record('ran')\nundefined")
     for launch in range(2):
@@ -419,6 +420,7 @@ def test_a_mistake_is_not_announced_as_one_that_is_tried_again(launcher: Launche
         assert len(launcher.events("ran")) == 2 * (launch + 1), "a person may have mended it"
 
 
+@pytest.mark.slow
 def test_with_several_nodes_the_first_says_for_all_that_a_mistake_is_not_tried_again(launcher: Launcher) -> None:
     """What one node has recorded another may not see yet: each by itself, some would go on and wait for the others."""
     launcher.script("ledger.record('ran')\nundefined")
@@ -427,6 +429,7 @@ def test_with_several_nodes_the_first_says_for_all_that_a_mistake_is_not_tried_a
     assert "twice with no step between. Trying again would not change this." in launcher.stderr()
 
 
+@pytest.mark.slow
 def test_with_several_nodes_the_first_says_for_all_that_the_restarts_in_the_job_are_spent(launcher: Launcher) -> None:
     launcher.script("ledger.record('ran'); raise ConnectionError('boom')")
     options = [*NODES, "--in-job-restarts=1", "--job-retries=1", "--node-rank=0"]
@@ -460,6 +463,7 @@ def test_a_script_that_refuses_its_arguments_is_not_run_again(launcher: Launcher
     assert "sys.exit(2), which says that it was called in a wrong way" in launcher.stderr()
 
 
+@pytest.mark.slow
 def test_progress_refills_the_budget_until_the_day_is_spent(launcher: Launcher) -> None:
     launcher.script(
         """
@@ -544,6 +548,7 @@ def test_a_step_that_other_devices_have_to_judge_ends_the_launch_with_16_when_it
     assert launcher.run("--in-job-restarts=0", "--job-retries=0", "script.py") == 1
 
 
+@pytest.mark.slow
 def test_an_earlier_attempt_has_no_word(launcher: Launcher) -> None:
     launcher.run_directory.fit(0).create()
     launcher.run_directory.fit(0).outcome = Outcome("interrupted", "by an earlier attempt")
@@ -557,6 +562,7 @@ def test_an_end_without_an_outcome_is_a_failure(launcher: Launcher) -> None:
     assert "without an outcome" in launcher.stderr()
 
 
+@pytest.mark.slow
 def test_an_outcome_of_another_job_is_not_believed(launcher: Launcher) -> None:
     launcher.script(
         """
@@ -567,11 +573,13 @@ def test_an_outcome_of_another_job_is_not_believed(launcher: Launcher) -> None:
     assert launcher.run("--in-job-restarts=0", "--job-retries=0", "script.py") == 1
 
 
+@pytest.mark.slow
 def test_workers_that_were_told_to_stop_and_could_not_say_so_are_interrupted(launcher: Launcher) -> None:
     launcher.script("ledger.record('signal', signum=15)\nos._exit(0)")
     assert launcher.run() == 75
 
 
+@pytest.mark.slow
 def test_a_finished_run_is_not_run_again_unless_its_command_changes(launcher: Launcher) -> None:
     launcher.script("open('runs', 'a').write('x')")
     runs = launcher.folder / "runs"
@@ -626,6 +634,7 @@ def test_other_arguments_of_a_run_that_was_stopped_are_said(launcher: Launcher) 
     assert launcher.stderr().count(said) == 1
 
 
+@pytest.mark.slow
 def test_rank_0_alone_cannot_finish_a_run(launcher: Launcher) -> None:
     launcher.script("")
     assert launcher.run("--job-retries=0", "script.py", ELASTIC_EXIT_CODE="1") == 1
@@ -669,6 +678,7 @@ def test_a_signal_stops_the_run_in_order(launcher: Launcher, signum: signal.Sign
     assert f"Received {signum.name}" in launcher.stderr()
 
 
+@pytest.mark.slow
 def test_a_second_signal_ends_the_run_at_once(launcher: Launcher) -> None:
     launcher.script(STOPS_WHEN_TOLD)
     launch = launcher.start(SAVING_TAKES="1000")
@@ -680,6 +690,7 @@ def test_a_second_signal_ends_the_run_at_once(launcher: Launcher) -> None:
     assert not (launcher.folder / "saved-0").exists()
 
 
+@pytest.mark.slow
 def test_a_script_that_does_not_listen_ends_with_its_grace_period(launcher: Launcher) -> None:
     launcher.script("ledger.record('ready')\ntime.sleep(1000)")
     launch = launcher.start("--grace-period=0.5", "script.py")
@@ -705,6 +716,7 @@ def reapers_of(launch_id: str) -> list[psutil.Process]:
     ]
 
 
+@pytest.mark.slow
 def test_a_killed_launcher_leaves_no_process_behind(launcher: Launcher) -> None:
     launcher.script(HAS_CHILDREN)
     launch = launcher.start()
@@ -719,6 +731,7 @@ def test_a_killed_launcher_leaves_no_process_behind(launcher: Launcher) -> None:
     assert len(launcher.events("launcher_killed")) == 1
 
 
+@pytest.mark.slow
 def test_what_survived_a_launcher_and_its_reaper_is_ended_by_the_next_launch(launcher: Launcher) -> None:
     launcher.script(HAS_CHILDREN)
     launch = launcher.start()
@@ -818,6 +831,7 @@ def test_a_run_directory_that_cannot_be_made_is_refused(launcher: Launcher) -> N
     launcher.run_directory = RunDirectory(launcher.folder / "run")
 
 
+@pytest.mark.slow
 def test_where_several_speak_a_line_says_when_and_whose_it_is(launcher: Launcher) -> None:
     launcher.script("")
     for ranks, name in ((2, r"\[lightning-resilience \d\d:\d\d:\d\d launch\]"), (1, r"\[lightning-resilience\]")):
@@ -853,6 +867,7 @@ def test_a_ledger_that_cannot_be_read_is_said(launcher: Launcher, action: str) -
     launcher.run_directory.ledger.unlink()
 
 
+@pytest.mark.slow
 def test_a_folder_of_runs_is_none_and_they_are_named(launcher: Launcher) -> None:
     runs = launcher.folder / "runs"
     Ledger(RunDirectory(runs / "one").ledger).record("saved", step=1)
@@ -1036,6 +1051,7 @@ def test_real_killed_launcher_and_resume(launcher: Launcher) -> None:
     assert "Now       killed: nothing was recorded for" in status(launcher.run_directory.path)
 
 
+@pytest.mark.slow
 def test_real_torchrun_takes_the_place_of_a_missing_nvrx(launcher: Launcher) -> None:
     launcher.script("")
     assert launcher.run("script.py", program=WITHOUT_NVRX) == 0, launcher.stderr()

@@ -84,6 +84,7 @@ def nodes(launcher: Launcher) -> Nodes:
     return Nodes(launcher)
 
 
+@pytest.mark.slow
 def test_a_spare_takes_the_place_of_a_node_that_is_left_out(nodes: Nodes) -> None:
     nodes.start("spare", "--nnodes=2", "--spare", rank=1)
     wait_until(lambda: (nodes.launcher.run_directory.path / "launches").exists())

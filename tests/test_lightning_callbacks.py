@@ -78,8 +78,8 @@ def check(tmp: Path, callbacks: list[str], ranks: int, dies: int) -> None:
     assert came_to(config) == came_to(plain)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.slow_but_for("2")
 def test_many_in_one_trainer(tmp_path: Path, ranks: int) -> None:
     check(tmp_path, [*TOGETHER[ranks], *BOTH], ranks, dies=27)
 

@@ -11,20 +11,22 @@ import tokenize
 from collections import Counter
 from pathlib import Path
 
+import pytest
+
 PACKAGE = Path(__file__).parents[1] / "lightning_resilience"
 
 BUDGET = {
-    ".": 3215,
+    ".": 3228,
     "_lightning": 2018,
-    "callbacks": 576,
-    "checkpoint": 5123,
+    "callbacks": 543,
+    "checkpoint": 5116,
     "contrib": 225,
-    "detect": 325,
-    "detect/hangs": 2548,
+    "detect": 320,
+    "detect/hangs": 2543,
     "detect/numerics": 803,
     "detect/stragglers": 370,
     "elastic": 519,
-    "fit": 7544,
+    "fit": 7540,
     "launch": 9280,
     "launch/schedulers": 508,
     "run": 3209,
@@ -59,6 +61,7 @@ def test_lines_are_counted() -> None:
     assert lines_of_code(source) == 4
 
 
+@pytest.mark.slow
 def test_no_folder_grows_unnoticed() -> None:
     found: Counter[str] = Counter()
     for path in PACKAGE.rglob("*.py"):

@@ -200,8 +200,8 @@ def exactly(tmp: Path, at: int, rank: int = 0, **options: Any) -> tuple[dict[str
     return config, text
 
 
+@pytest.mark.slow
 @pytest.mark.also_as_on_gpu
-@pytest.mark.slow_but_for("cpu")
 def test_killed_with_workers_and_in_the_middle_of_epochs_with_validation(tmp_path: Path) -> None:
     options = {"validation": True, "workers": 2, "trainer": {"val_check_interval": 4, "max_epochs": 2}}
     _, text = exactly(tmp_path, 27, **options)
@@ -235,8 +235,8 @@ def test_killed_and_resumed_exactly(tmp_path: Path, name: str, callbacks: list[s
 TWO_NODES = {"devices": 2, "num_nodes": 2, "max_epochs": 2}
 
 
+@pytest.mark.slow
 @pytest.mark.also_as_on_gpu
-@pytest.mark.slow_but_for("cpu")
 def test_a_lost_node(tmp_path: Path) -> None:
     config = killed(tmp_path, 27, 3, **options_of(tmp_path, trainer=TWO_NODES))
     first, second = sorted((tmp_path / "local" / f"local_ckpt-{os.getuid()}").iterdir())
@@ -475,6 +475,7 @@ def memory(tmp_path: Path) -> Iterator[Run]:
     shutil.rmtree(folder)
 
 
+@pytest.mark.slow_but_for("11-4-expected1")
 @pytest.mark.parametrize(
     ("step", "every", "expected"), [(8, 4, ("global", 8)), (11, 4, ("local", 9)), (14, 6, ("local", 12))]
 )
@@ -570,19 +571,8 @@ def harmed(run: Run, harm: Callable[[Path], None], expected: int, reason: str) -
         assert not ledger(run.path, "quarantined")
 
 
+@pytest.mark.slow_but_for("a flipped bit", "another world size", "gone")
 @pytest.mark.parametrize("name", HARMS)
-@pytest.mark.slow_but_for(
-    "another strategy",
-    "a link to the older",
-    "of another fit",
-    "another generation",
-    "swapped with the oldest",
-    "a pickle",
-    "a flipped bit",
-    "truncated",
-    "another world size",
-    "gone",
-)
 def test_what_has_been_harmed_is_not_resumed_from(memory: Run, name: str) -> None:
     harmed(memory, *HARMS[name])
 
@@ -613,6 +603,7 @@ def test_when_everything_local_is_bad(memory: Run) -> None:
     assert len(ledger(memory.path, "quarantined")) == 1, "what is older than the global one is not looked at"
 
 
+@pytest.mark.slow_but_for("gone")
 @pytest.mark.parametrize("how", ["bad", "gone"])
 def test_when_nothing_is_left(memory: Run, how: str, caplog: pytest.LogCaptureFixture) -> None:
     memory.die(memory.local(), step=14)
@@ -1154,6 +1145,7 @@ def test_without_a_final_state_the_local_ones_stay(memory: Run) -> None:
     assert steps_in(memory.folder) == [27, 30]
 
 
+@pytest.mark.slow
 def test_two_fits_of_a_script_are_not_mixed(memory: Run) -> None:
     def script(at: Mapping[int, Callable[[L.Trainer], None]]) -> list[bytes]:
         first = memory.fit(memory.resume(), memory.local())
@@ -2045,8 +2037,8 @@ def killed_everywhere(folder: Path, stride: int) -> int:
     raise AssertionError("it does not end")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["memory", "disk"])
-@pytest.mark.slow_but_for("disk")
 def test_killed_at_every_point_of_a_save(node_memory: Path, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
     if where == "disk":
         monkeypatch.setattr(node_store, "in_node_memory", lambda _: False)

@@ -180,6 +180,7 @@ def alike(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
     return all(map(torch.equal, one, other))
 
 
+@pytest.mark.slow_but_for("DiLoCo")
 @pytest.mark.parametrize(
     ("ranks", "every", "options", "meet_at"),
     [
@@ -192,7 +193,6 @@ def alike(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
         pytest.param(2, 6, {"validate": 4, "outer": True}, [], id="validation in between"),
     ],
 )
-@pytest.mark.slow_but_for("local SGD", "DiLoCo", "accumulated", "another callback saves")
 def test_ranks_train_apart_and_meet(
     tmp_path: Path, ranks: int, every: int, options: dict[str, Any], meet_at: list[int]
 ) -> None:
@@ -471,6 +471,7 @@ def test_a_disturbed_run_ends_as_the_undisturbed_one(
     assert int(resumed) in exchanges, output
 
 
+@pytest.mark.slow_but_for("1000")
 @pytest.mark.parametrize("save_every", [1, 1000])
 def test_a_fit_that_a_limit_has_ended_goes_on_from_an_exchange_that_was_due(tmp_path: Path, save_every: int) -> None:
     """At its limit the ranks exchange, as they would not have if it had gone on."""
@@ -493,6 +494,7 @@ def test_a_fit_that_a_limit_has_ended_goes_on_from_an_exchange_that_was_due(tmp_
         assert "which is not exact: its last epoch was cut short" in output
 
 
+@pytest.mark.slow
 def test_local_checkpoints_and_comparisons_are_behind_exchanges(tmp_path: Path) -> None:
     """Ranks that train apart are no divergence, and what each one keeps belongs together."""
     options: dict[str, Any] = {
@@ -514,6 +516,7 @@ def test_local_checkpoints_and_comparisons_are_behind_exchanges(tmp_path: Path) 
 SLOW = [{"at": "train", "step": step, "do": "sleep", "seconds": 1.0} for step in range(6, 32)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("step", "every", "step_s", "slow"),
     [
@@ -522,7 +525,6 @@ SLOW = [{"at": "train", "step": step, "do": "sleep", "seconds": 1.0} for step in
         pytest.param(5, 30, 0.02, SLOW, id="steps become slow"),
     ],
 )
-@pytest.mark.slow_but_for("in the middle")
 def test_a_stop_that_cannot_wait_exchanges_ahead_of_time(
     tmp_path: Path, step: int, every: int, step_s: float, slow: list[dict[str, Any]]
 ) -> None:
@@ -589,6 +591,7 @@ def test_a_bad_step_is_skipped_by_its_rank_alone(tmp_path: Path) -> None:
     assert len({Path(f"{config['out']}.{rank}").read_text() for rank in range(2)}) == 1
 
 
+@pytest.mark.slow
 def test_bad_steps_of_one_rank_roll_all_back(tmp_path: Path) -> None:
     options = {**OPTIONS, "callbacks": ["auto_resume", "nan_guard", "local_sgd"], "nan_guard": {"max_consecutive": 2}}
     spoils = [{"step": 22, "until": 25, "rank": 1, "what": "gradient", "times": 3}]

@@ -101,8 +101,8 @@ def of_the_training(logged: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in logged.items() if not name.startswith("resilience/")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("devices", "version"), [(1, 0), (2, None)], ids=["fixed version", "2 ranks"])
-@pytest.mark.slow_but_for("2 ranks")
 def test_the_csv_of_a_killed_fit_is_that_of_one_that_was_not(tmp_path: Path, devices: int, version: int | None) -> None:
     options = {"version": version, "trainer": {"devices": devices}}
     killed, undisturbed = (logged(tmp_path, steps, **options) for steps in (KILLED_AT, []))

@@ -14,6 +14,7 @@ def test_there_are_enough() -> None:
     assert len({each.text for each in GUARDS}) == len(GUARDS) >= 60
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("guard", GUARDS, ids=lambda guard: guard.what.replace(" ", "-"))
 def test_it_is_there_once(guard: Guard) -> None:
     source = (ROOT / "lightning_resilience" / guard.file).read_text()

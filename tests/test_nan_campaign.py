@@ -318,11 +318,11 @@ def fit(about: Case, model: Model, folder: Path) -> tuple[L.Trainer, list[str], 
     return trainer, before, None
 
 
+@pytest.mark.slow_but_for("5")
 @pytest.mark.parametrize(
     "seed",
     [pytest.param(each, marks=pytest.mark.campaign if each >= RUNS_OF_BASE else ()) for each in range(RUNS)],
 )
-@pytest.mark.slow_but_for("0", "3", "5")
 def test_whatever_goes_wrong(seed: int, files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     about = case(seed)
     print(f"seed {seed}: {about}")  # shown if the test fails
@@ -388,6 +388,7 @@ def ledger(folder: Path, name: str) -> list[dict[str, Any]]:
     return [each for each in read_ledger(RunDirectory(folder / "resilience").ledger) if each["event"] == name]
 
 
+@pytest.mark.slow_but_for("global-saves0-False")
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize(("tier", "saves"), [("global", {"ours": 1}), ("local", {"local": 1})])
 def test_while_steps_are_bad_nothing_takes_the_place_of_what_was_good(
@@ -453,8 +454,8 @@ def one_of_two(rank: int, port: int, spoil: str, folder: Path) -> None:
     torch.save((skipped, guard.skipped_steps, parameters), folder / f"{rank}.pt")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spoil", ALONE)
-@pytest.mark.slow_but_for("spike")
 def test_what_only_one_rank_could_know(spoil: str, tmp_path: Path) -> None:
     """The loss is the rank's own and the gradients would be fine: only because of the verdict they are not."""
     run_ranks(one_of_two, free_port(), spoil, tmp_path)

@@ -271,6 +271,12 @@ HOW: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.slow_but_for(
+    "at once-bf16-nan_loss",
+    "at once-manual-nan_gradient",
+    "late-two optimizers-constant_nan",
+    "late-clipped-nan_gradient",
+)
 @pytest.mark.parametrize("spoil", [nan_loss, constant_nan, nan_gradient])
 @pytest.mark.parametrize(("of_model", "of_trainer"), HOW.values(), ids=HOW.keys())
 def test_however_it_is_trained(
@@ -363,9 +369,9 @@ def test_as_if_the_bad_batches_had_never_been_there(what: str, save_every: int, 
     assert result(config) == result(reference)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("action", ["skip", "rollback"])
 @pytest.mark.parametrize("spoil", [nan_loss, nan_gradient, nan_input])
-@pytest.mark.slow_but_for("nan_gradient-rollback")
 def test_a_verdict_that_comes_too_late_is_gone_back_from(
     spoil: Spoil, action: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -383,6 +389,7 @@ def test_a_verdict_that_comes_too_late_is_gone_back_from(
     assert same(model.state(), at_once.state())
 
 
+@pytest.mark.slow
 def test_a_bad_batch_costs_one_checkpoint_whatever_is_killed_in_between(tmp_path: Path) -> None:
     """Close behind a resume the checkpoint is suspected first; a restart must not suspect the next one too."""
     options = {**GUARDED, "save_every": 5, "keep": 6, "without": []}
@@ -438,6 +445,7 @@ def unfit(path: Path) -> bool:
     return not all(torch.isfinite(each).all() for each in tensors)
 
 
+@pytest.mark.slow_but_for("warn-1")
 @pytest.mark.parametrize("top_k", [1, -1])
 @pytest.mark.parametrize("action", ["skip", "warn"])
 def test_no_file_holds_what_is_not_finite(action: Any, top_k: int, tmp_path: Path) -> None:
@@ -671,10 +679,10 @@ RANKS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow_but_for("as on a GPU-ddp-loss")
 @pytest.mark.also_as_on_gpu("ddp-loss", "sharded-gradient", "sharded and clipped-masked")
 @pytest.mark.parametrize("what", ["loss", "gradient", "masked"])
 @pytest.mark.parametrize("options", RANKS.values(), ids=RANKS.keys())
-@pytest.mark.slow_but_for("as on a GPU-ddp-loss", "cpu-sharded-gradient")
 def test_what_one_rank_sees_all_skip(options: dict[str, Any], what: str, tmp_path: Path) -> None:
     if what == "gradient" and "nan_guard" in options:
         pytest.skip("nobody looks")
@@ -730,6 +738,7 @@ def test_ranks_go_back_together(options: dict[str, Any], tier: str, tmp_path: Pa
     assert len(set(weights(config))) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["gradient", *(pytest.param(each, marks=CAMPAIGN) for each in ("loss", "masked"))])
 def test_what_only_one_rank_can_know_in_time_is_gone_back_from(what: str, tmp_path: Path) -> None:
     """No rank skips alone; and what the other sees of the damage does not count as a bad batch of its own."""
@@ -785,7 +794,7 @@ def test_the_last_step_of_one_rank_ends_all(tmp_path: Path) -> None:
     assert set(codes) == {0}, text
 
 
-@pytest.mark.slow_but_for("1")
+@pytest.mark.slow
 @pytest.mark.parametrize("devices", [1, 2])
 def test_a_fit_whose_last_steps_are_all_bad_has_not_finished(tmp_path: Path, devices: int) -> None:
     """As many as it would go back for; and where it has gone back as often as it may, that is the end."""

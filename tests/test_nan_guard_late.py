@@ -99,9 +99,9 @@ TRAININGS: dict[str, tuple[dict[int, Any], Callable[..., Any], dict[str, Any], d
 }
 
 
+@pytest.mark.slow_but_for("accumulated-3")
 @pytest.mark.parametrize("batches", [1, 3, 8])
 @pytest.mark.parametrize("name", TRAININGS)
-@pytest.mark.slow_but_for("gone back from-3", "skipped-8", "accumulated-3")
 def test_however_late_a_verdict_is_the_weights_are_the_same(
     name: str, batches: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -115,9 +115,9 @@ def test_however_late_a_verdict_is_the_weights_are_the_same(
     assert len(events(tmp_path / str(batches), "bad_step")) >= 1
 
 
+@pytest.mark.slow_but_for("3-local")
 @pytest.mark.parametrize("tier", ["global", "local"])
 @pytest.mark.parametrize("batches", [3, 8])
-@pytest.mark.slow_but_for("3-local", "8-global")
 def test_the_last_good_state_is_kept_until_the_verdict_is_there(
     tier: str, batches: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -272,6 +272,7 @@ def test_large_buffers_that_are_put_back_have_not_changed(removed: list[StepGuar
 # -- gradient scalers --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow_but_for("3-AdamW")
 @pytest.mark.parametrize("optimizer", ["AdamW", "fused AdamW"])
 @pytest.mark.parametrize("batches", [None, 3])
 def test_a_bad_batch_leaves_running_statistics_alone_in_16_bits(
@@ -325,6 +326,7 @@ class Scaling(Late):
         self.scales.append(self.scaler.get_scale())
 
 
+@pytest.mark.slow_but_for("3-fused")
 @pytest.mark.parametrize("optimizer", [FUSED, ADAMW], ids=["fused", "for each"])
 @pytest.mark.parametrize("batches", [None, 3])
 def test_a_scaler_of_the_users_own(

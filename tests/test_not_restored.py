@@ -56,6 +56,7 @@ def fails(run: Run, error: BaseException, times: int) -> None:
             run.fit(run.local(), Picky(error))
 
 
+@pytest.mark.slow_but_for("error0")
 @pytest.mark.parametrize("error", [RuntimeError(REASON), CheckpointException(REASON, ALL)])
 def test_what_has_failed_twice_is_set_aside(
     killed: Run, error: BaseException, caplog: pytest.LogCaptureFixture

@@ -145,6 +145,7 @@ def test_the_launcher_ends_when_it_has_done_its_work(tmp_path: Path) -> None:
     assert (process.returncode, output) == (3, "done\ntidied up\n")
 
 
+@pytest.mark.slow
 def test_auto_is_one_worker_where_there_is_no_device(tmp_path: Path) -> None:
     script_argument = "--nproc-per-node=auto"  # the second one is the script's own
     process = run_shim(tmp_path, "import sys; print(sys.argv[1:])", script_argument, "script.py", script_argument)
@@ -165,6 +166,7 @@ class Recorder:
         return self.record(*depth)
 
 
+@pytest.mark.slow_but_for("nvidia_resiliency_ext.fault_tolerance.launcher")
 @pytest.mark.nvrx
 @pytest.mark.parametrize("launcher", [_nvrx._NVRX_LAUNCHER, _nvrx._TORCH_LAUNCHER])
 def test_the_rendezvous_names_its_methods_as_before(launcher: str, monkeypatch: pytest.MonkeyPatch) -> None:

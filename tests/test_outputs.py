@@ -176,6 +176,7 @@ def test_a_checkpoint_that_was_saved_after_what_is_resumed_is_saved_over(here: P
     assert fit(here / "ours", here / "run") == (expected[0], sorted([*expected[1], stranger.name]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("version", [None, pytest.param(3, marks=pytest.mark.campaign)])
 def test_a_csv_file_holds_the_log_of_all_attempts(here: Path, version: int | None) -> None:
     def fit(folder: Path, run: Path | None, stops_at: int = -1) -> None:
@@ -193,6 +194,7 @@ def test_a_csv_file_holds_the_log_of_all_attempts(here: Path, version: int | Non
     assert rows(file) == rows(here / "plain" / "lightning_logs" / f"version_{version or 0}" / "metrics.csv")
 
 
+@pytest.mark.slow
 def test_a_new_run_begins_a_new_version(here: Path) -> None:
     for number in range(2):
         module = Worsens()
@@ -289,12 +291,14 @@ def test_a_program_with_lightning_cli_survives_restarts(launched: RunDirectory, 
     assert "max_epochs: 5" in config.read_text()
 
 
+@pytest.mark.slow
 def test_a_process_that_was_killed_right_after_it_had_saved_its_configuration(launched: RunDirectory) -> None:
     stopped(lambda: cli("--trainer.logger=false", "--model.stops_at=11"))
     (launched.fit(0).path / "outputs.json").unlink()
     cli("--trainer.logger=false", "--model.stops_at=11")
 
 
+@pytest.mark.slow
 def test_another_runs_configuration_is_not_overwritten(launched: RunDirectory) -> None:
     config = launched.path.parent / "config.yaml"
     config.write_text("of another run")

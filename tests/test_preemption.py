@@ -183,6 +183,7 @@ class SignalsItsWorker(Dataset[torch.Tensor]):
         return torch.ones(1)
 
 
+@pytest.mark.slow_but_for("True")
 @pytest.mark.parametrize("option", [True, False])
 def test_workers_are_protected_with_the_option_and_only_then(tmp_path: Path, option: bool) -> None:
     class Module(BoringModel):
@@ -198,6 +199,7 @@ def test_workers_are_protected_with_the_option_and_only_then(tmp_path: Path, opt
     assert steps == ([0, 1] if option else [])
 
 
+@pytest.mark.slow
 def test_a_second_signal_ends_the_run_at_once(tmp_path: Path) -> None:
     hang = {"at": "train", "step": 20, "do": "sleep", "seconds": 600, "once": True}
     config = make(tmp_path, "disturbed", events=[{**TERM, "at": "train", "step": 20, "rank": 0}, hang], **TWO)
@@ -255,6 +257,7 @@ def test_leaves_nothing_behind(tmp_path: Path) -> None:
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["out", "out.0", "run"]
 
 
+@pytest.mark.slow_but_for("1000.0-1")
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.campaign)])
 @pytest.mark.parametrize("last_save_s", [None, 0.01, 1000.0])
 def test_saves_locally_first_when_time_is_short(tmp_path: Path, ranks: int, last_save_s: float | None) -> None:

@@ -96,6 +96,7 @@ def test_the_last_words_of_a_killed_rank_are_kept(node: Node) -> None:
     assert node.show(is_last=True) == b"to stdout\nin the midanother rank\nnative\nrestarted\n"
 
 
+@pytest.mark.slow
 def test_what_a_rank_writes_that_outlives_another_one_is_never_lost(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -398,8 +399,8 @@ ledger.record("written")
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("signum", [signal.SIGSTOP, signal.SIGKILL], ids=["stopped", "killed"])
-@pytest.mark.slow_but_for("stopped")
 def test_who_shows_the_output_holds_up_no_rank(launcher: Launcher, signum: signal.Signals) -> None:
     launcher.script(WRITES)
     launch = launcher.start("--quiet", "script.py")

@@ -911,6 +911,7 @@ sleeps = partial(time.sleep, 2.0)
 computes = partial(hashlib.pbkdf2_hmac, "sha256", b"", b"", 5_000_000)  # for seconds, in which other threads go on
 
 
+@pytest.mark.slow_but_for("in a collective")
 @pytest.mark.parametrize(
     ("does", "leaves_after_s", "expected"),
     [
@@ -922,7 +923,6 @@ computes = partial(hashlib.pbkdf2_hmac, "sha256", b"", b"", 5_000_000)  # for se
         pytest.param(sleeps, 1.5, False, id="elsewhere"),
     ],
 )
-@pytest.mark.slow_but_for("in a collective", "it computes")
 def test_only_a_rank_that_waits_in_torch_has_been_forgotten(
     does: Callable[[], object], leaves_after_s: float, expected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1495,6 +1495,7 @@ def test_every_run_that_goes_on_with_fewer_ranks_ends_as_the_undisturbed_one(fol
         assert found[each] > 0.01 * len(seeds), each
 
 
+@pytest.mark.slow
 @schedules(40, 600)
 def test_every_run_of_groups_ends_as_the_undisturbed_one(folder: Path, seeds: range) -> None:
     found = run_all(seeds, folder, Schedule.of_groups)
@@ -1504,6 +1505,7 @@ def test_every_run_of_groups_ends_as_the_undisturbed_one(folder: Path, seeds: ra
     assert found["newcomers lost"] > 0.01 * len(seeds)
 
 
+@pytest.mark.slow
 @schedules(40, 600)
 def test_every_run_that_loses_nodes_ends_as_the_undisturbed_one(folder: Path, seeds: range) -> None:
     found = run_all(seeds, folder, Schedule.of_nodes)
@@ -1882,6 +1884,7 @@ FOUND_LATE = {
 }
 
 
+@pytest.mark.slow_but_for("cut after the news", "a replacement costs nothing")
 @pytest.mark.parametrize(
     "name", [pytest.param(each, marks=pytest.mark.slow if each in FOUND_LATE else ()) for each in MISTAKES]
 )
@@ -1899,6 +1902,7 @@ def test_the_simulation_of_going_on_finds_a_mistake_that_is_put_back(folder: Pat
     assert found_after(*GOING_ON[name], folder, range(400), Schedule.going_on) is not None
 
 
+@pytest.mark.slow_but_for("half a group goes on")
 @pytest.mark.parametrize(
     "name",
     [

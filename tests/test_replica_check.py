@@ -312,6 +312,7 @@ def test_the_run_goes_back_and_ends_as_if_nothing_had_happened(tmp_path: Path) -
     assert ended(config) == ended(undisturbed)
 
 
+@pytest.mark.slow
 def test_what_differs_is_never_resumed_from(tmp_path: Path) -> None:
     """Without the callback too: each rank of a node keeps a share of what all have, and a mixture is no state."""
     options: dict[str, Any] = {"trainer": {"devices": 2}, "callbacks": ["auto_resume", "local_checkpoint"]}

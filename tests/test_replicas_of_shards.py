@@ -294,6 +294,7 @@ REPLICA_CHECK: dict[str, Any] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("groups", "options"),
     [
@@ -305,7 +306,6 @@ REPLICA_CHECK: dict[str, Any] = {
     ],
 )
 @pytest.mark.also_as_on_gpu
-@pytest.mark.slow_but_for("cpu-2, by local saves")
 def test_a_rank_whose_shard_is_not_that_of_the_other_groups_is_found(
     tmp_path: Path, groups: int, options: dict[str, Any]
 ) -> None:

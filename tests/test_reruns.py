@@ -68,6 +68,7 @@ def bad_steps(config: dict[str, Any]) -> int:
     return sum(event["event"] == "bad_step" for event in read_ledger(RunDirectory(config["run_dir"]).ledger))
 
 
+@pytest.mark.slow_but_for("loss-0")
 @pytest.mark.parametrize(
     ("what", "step"),
     [
@@ -88,6 +89,7 @@ def test_a_fault_that_passes_costs_nothing(what: str, step: int, tmp_path: Path)
     assert {**result(config)[0], "metrics": None} == {**expected, "metrics": None}
 
 
+@pytest.mark.slow
 def test_ranks_run_it_again_together(tmp_path: Path) -> None:
     options = {**OPTIONS, "trainer": {"devices": 2}}
     config = make(tmp_path, "run", **options, spoils=[{"step": 13, "what": "gradient", "times": 1, "rank": 1}])

@@ -325,6 +325,7 @@ def all_saves(simulation: Saves) -> Iterator[SimulatedSaves]:
     return (each for fits in simulation.saves.values() for each in fits)
 
 
+@pytest.mark.slow
 @schedules(20, 80)
 def test_a_generation_counts_where_every_rank_has_it_and_no_rank_waits_forever(seeds: range) -> None:
     complete = taken = given_up = 0
@@ -342,6 +343,7 @@ def test_a_generation_counts_where_every_rank_has_it_and_no_rank_waits_forever(s
     assert taken > complete
 
 
+@pytest.mark.slow_but_for("some-store survives")
 @pytest.mark.parametrize("rank_0_owns_store", [True, False], ids=["store dies with rank 0", "store survives"])
 @schedules(12, 60)
 def test_the_same_wherever_a_rank_dies(seeds: range, rank_0_owns_store: bool) -> None:
@@ -397,10 +399,10 @@ class IsReadyAtOnce(SaveCoordinator):
         return not self.over
 
 
+@pytest.mark.slow_but_for("LeavesSilently")
 @pytest.mark.parametrize(
     "mistake", [IsAlwaysInTime, CountsWhatFailed, ComparesNothing, LeavesSilently, AnswersAtOnce, IsReadyAtOnce]
 )
-@pytest.mark.slow_but_for("CountsWhatFailed", "ComparesNothing", "LeavesSilently")
 def test_the_simulation_finds_a_mistake_of_the_saves(mistake: type[SaveCoordinator]) -> None:
     with pytest.raises(Violation):
         deque((undisturbed(seed, coordinator=mistake) for seed in range(100)), maxlen=0)
@@ -451,6 +453,7 @@ def by_time(seed: int, **options: Any) -> ByTime:
     return simulation
 
 
+@pytest.mark.slow
 def test_little_is_lost_at_any_time_and_saves_cost_little() -> None:
     taken = [len(by_time(seed).saves[0][0].taken) for seed in range(10)]
     assert sum(number >= 5 for number in taken) >= 4, "schedules that are not stopped"
@@ -494,6 +497,7 @@ class IsNotAdjusted(Schedule):
         self._next = self._began + self._interval
 
 
+@pytest.mark.slow_but_for("IsNotAdjusted")
 @pytest.mark.parametrize(
     "mistake",
     [

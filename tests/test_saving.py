@@ -40,7 +40,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.slow_but_for("DDP")
+@pytest.mark.slow
 @pytest.mark.parametrize("options", some(STRATEGIES, "long"))
 def test_ranks_that_are_seeded_apart(tmp_path: Path, options: dict[str, Any]) -> None:
     options = {**APART, **options}

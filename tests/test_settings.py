@@ -153,6 +153,7 @@ def test_a_file_of_settings_that_was_edited_is_known(tmp_path: Path) -> None:
     assert digests_of_files(command) != before
 
 
+@pytest.mark.slow
 def test_a_finished_fit_is_not_taken_for_one_of_other_settings(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

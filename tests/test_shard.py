@@ -717,6 +717,7 @@ class Anything:
         return 0
 
 
+@pytest.mark.slow
 def test_the_campaign_depends_on_the_checksums_of_tensors(path, monkeypatch):
     monkeypatch.setattr(shard, "_compare", lambda *_: None)
     _, missed = campaign(path, 1500)
@@ -724,6 +725,7 @@ def test_the_campaign_depends_on_the_checksums_of_tensors(path, monkeypatch):
     assert not {"flip in header", "flip in magic", "flip in footer", "cut", "append", "number"} & set(missed)
 
 
+@pytest.mark.slow
 def test_the_campaign_depends_on_the_digest_of_the_header(path, monkeypatch):
     digest = shard._digest
 

@@ -236,6 +236,7 @@ def test_a_full_disk_and_a_bad_copy_on_one_rank_cost_that_save_only(tmp_path: Pa
     assert result(config) == undisturbed(tmp_path, **{**OPTIONS, "save_every": 10})[0]
 
 
+@pytest.mark.slow
 def test_a_run_that_was_taken_over_ends_on_all_ranks_and_publishes_nothing(tmp_path: Path) -> None:
     config = make(tmp_path, "run", taken_over_at=12, **ASYNC)
     codes, text = run(config, tmp_path / "run")
@@ -244,6 +245,7 @@ def test_a_run_that_was_taken_over_ends_on_all_ranks_and_publishes_nothing(tmp_p
     assert all(step <= 10 for step in saved(config))
 
 
+@pytest.mark.slow
 def test_preempted_while_one_is_being_written(tmp_path: Path) -> None:
     """And before it can end the training has ended: both are waited for, in their order."""
     events = [

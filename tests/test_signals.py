@@ -123,6 +123,7 @@ def test_is_heard_with_many_open_files() -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow_but_for("sys.stderr.close()")
 @pytest.mark.parametrize(
     "trouble",
     [
@@ -235,6 +236,7 @@ def terminate() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
+@pytest.mark.slow
 def test_a_handler_of_the_script_is_called_and_given_back(
     tmp_path: Path, launched: signals.SignalListener, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -286,6 +288,7 @@ def test_a_ledger_on_storage_that_does_not_answer_holds_no_signal_up(
     answers.set()
 
 
+@pytest.mark.slow
 def test_without_launch_a_handler_of_the_script_is_called_once(tmp_path: Path) -> None:
     called: list[int] = []
     before = signal.signal(signal.SIGTERM, lambda signum, frame: called.append(signum))

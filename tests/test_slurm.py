@@ -420,6 +420,7 @@ def test_a_single_node_meets_nobody() -> None:
     assert words[words.index("launch") :] == ["launch", "--nnodes=1", "--retries-in-new-job", "train.py"]
 
 
+@pytest.mark.slow
 def test_squeue_shows_how_far_the_run_is(batch: Batch) -> None:
     process = batch.start(SAVED, exits(0), takes=2.0)
     try:
@@ -429,6 +430,7 @@ def test_squeue_shows_how_far_the_run_is(batch: Batch) -> None:
     assert any("allocation 1" in comment for comment in batch.comments()[:-1])
 
 
+@pytest.mark.slow_but_for("finished")
 @pytest.mark.parametrize(
     ("events", "srun", "code", "requeued", "how"),
     [
@@ -449,7 +451,6 @@ def test_squeue_shows_how_far_the_run_is(batch: Batch) -> None:
         ),
     ],
 )
-@pytest.mark.slow_but_for("finished", "launch lost")
 def test_what_follows_is_decided_by_what_launch_has_recorded(
     batch: Batch, events: list[dict[str, Any]], srun: int, code: int, requeued: bool, how: str
 ) -> None:
@@ -461,6 +462,7 @@ def test_what_follows_is_decided_by_what_launch_has_recorded(
         assert batch.comments()[-1].startswith(how)
 
 
+@pytest.mark.slow_but_for("launch0")
 @pytest.mark.parametrize("launch", [["--grace-perod=5", "train.py"], ["gone.py"], ["--job-retries=x", "train.py"]])
 def test_a_command_line_that_launch_refuses_starts_nothing(batch: Batch, launch: list[str]) -> None:
     code, said = batch.run(launch=launch)
@@ -472,12 +474,14 @@ def test_a_command_line_that_launch_refuses_starts_nothing(batch: Batch, launch:
     assert batch.comments()[-1].startswith("refused: ")
 
 
+@pytest.mark.slow
 def test_an_earlier_allocations_end_is_not_taken_for_this_ones(batch: Batch) -> None:
     batch.ledger.record(**exits(1))
     assert batch.run(exit_code=137)[0] == 75
     assert batch.asked("requeue")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "says",
     [
@@ -497,7 +501,6 @@ def test_an_earlier_allocations_end_is_not_taken_for_this_ones(batch: Batch) -> 
     ],
     ids=["cancelled", "completing before its limit", "completing without a limit"],
 )
-@pytest.mark.slow_but_for("cancelled")
 def test_a_cancelled_job_is_not_requeued(batch: Batch, says: dict[str, str]) -> None:
     batch.job(**says)
     assert batch.run(exits(75), exit_code=75)[0] == 75
@@ -506,6 +509,7 @@ def test_a_cancelled_job_is_not_requeued(batch: Batch, says: dict[str, str]) -> 
     assert batch.run(exits(0))[0] == 0  # unless it has finished all the same
 
 
+@pytest.mark.slow_but_for("at its end")
 @pytest.mark.parametrize(
     ("says", "how"),
     [
@@ -525,7 +529,6 @@ def test_a_cancelled_job_is_not_requeued(batch: Batch, says: dict[str, str]) -> 
     ],
     ids=["preempted", "preempted and completing", "at its end", "completing at its limit", "neither"],
 )
-@pytest.mark.slow_but_for("preempted", "at its end")
 def test_it_says_who_has_stopped_the_run(batch: Batch, says: dict[str, str], how: str) -> None:
     batch.job(**{"JobState": "RUNNING", **says})
     batch.run(exits(75), exit_code=75)
@@ -561,6 +564,7 @@ def test_a_job_that_slurm_has_requeued_is_not_requeued_again(batch: Batch) -> No
     assert read_history(batch.ledger.path).allocations[-1].how == "requeued by Slurm"
 
 
+@pytest.mark.slow
 def test_a_sigterm_before_the_requeue_is_not_taken_for_that_which_takes_the_job_back(batch: Batch) -> None:
     batch.job(JobState="RUNNING", silent=True)
     process = batch.start(exits(75), exit_code=75, takes=1.0)
@@ -578,6 +582,7 @@ def test_a_sigterm_before_the_requeue_is_not_taken_for_that_which_takes_the_job_
         process.kill()
 
 
+@pytest.mark.slow
 def test_a_controller_that_says_nothing_about_the_job_is_asked_to_requeue_it(batch: Batch) -> None:
     says = {"says": {}, "refuses": 0, "lost": "", "silent": False}
     (batch.folder / "job").write_text(json.dumps(says))
@@ -587,8 +592,8 @@ def test_a_controller_that_says_nothing_about_the_job_is_asked_to_requeue_it(bat
     assert "without n3" not in said  # the list that its user has given is not known
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2])
-@pytest.mark.slow_but_for("10")
 def test_a_signal_does_not_end_the_batch_step_before_its_steps(batch: Batch, signum: signal.Signals) -> None:
     process = batch.start(exits(0), takes=1.0)
     try:
@@ -613,6 +618,7 @@ def test_a_job_is_requeued_so_often_and_not_more(batch: Batch) -> None:
     assert "--max-requeues=3" in batch.comments()[-1]
 
 
+@pytest.mark.slow
 def test_a_job_that_slurm_requeues_itself_is_not_started_too_often(batch: Batch) -> None:
     """One that is killed before it can say anything is never asked at its end."""
     for restarts in range(10):
@@ -630,6 +636,7 @@ def test_requeues_that_left_no_line_are_counted_by_slurm(batch: Batch) -> None:
     assert "requeued 3 times" in said
 
 
+@pytest.mark.slow
 def test_what_an_earlier_job_has_failed_to_do_is_not_held_against_this_one(batch: Batch) -> None:
     batch.job(JobState="NODE_FAIL")
     for restarts in range(10):
@@ -658,9 +665,9 @@ def test_ten_allocations_with_progress_are_not(batch: Batch) -> None:
     assert batch.asked("requeue")
 
 
+@pytest.mark.slow_but_for("False-100-1-False")
 @pytest.mark.parametrize(("restarts", "code", "requeued"), [(0, 1, False), (1, 75, True), (100, 1, False)])
 @pytest.mark.parametrize("readable", [True, False])
-@pytest.mark.slow_but_for("True-1-75-True", "False-100-1-False")
 def test_a_ledger_that_cannot_be_used(batch: Batch, restarts: int, code: int, requeued: bool, readable: bool) -> None:
     """At first that is a mistake of the user's. Later it is a node that has lost the shared storage."""
     if readable:
@@ -676,6 +683,7 @@ def test_a_ledger_that_cannot_be_used(batch: Batch, restarts: int, code: int, re
     assert not (batch.folder / "srun").exists()
 
 
+@pytest.mark.slow
 def test_what_another_node_has_recorded_in_an_earlier_allocation_may_turn_up_in_this_one(batch: Batch) -> None:
     """Over a network file system. It says nothing about how this one has ended."""
     batch.ledger.record("slice_start", slurm_job_id="17", restart_count=0, node_list=["n1"])
@@ -694,8 +702,8 @@ def test_what_another_node_has_recorded_in_an_earlier_allocation_may_turn_up_in_
     assert (process.returncode, "launch lost" in said) == (75, True), said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("empty", [True, False])
-@pytest.mark.slow_but_for("True")
 def test_a_ledger_that_is_lost_while_the_run_is_at_work(batch: Batch, empty: bool) -> None:
     """Another node may have it."""
     process = batch.start(exits(75), exit_code=75, takes=1.0)
@@ -713,6 +721,7 @@ def test_a_ledger_that_is_lost_while_the_run_is_at_work(batch: Batch, empty: boo
     assert "Traceback" not in said
 
 
+@pytest.mark.slow
 def test_a_controller_that_does_not_answer_is_asked_again(batch: Batch) -> None:
     batch.job(refuses=1, JobState="RUNNING")
     assert batch.run(exits(75), exit_code=75)[0] == 75
@@ -723,6 +732,7 @@ def suspect(node: str) -> dict[str, Any]:
     return {"event": "workload_request", "action": "exclude_this_node", "node": node}
 
 
+@pytest.mark.slow
 def test_a_node_that_is_to_blame_is_excluded_beside_the_users_own(batch: Batch) -> None:
     batch.job(JobState="RUNNING", ExcNodeList="x[1-2]")
     batch.ledger.record("slice_start", slurm_job_id="17", restart_count=0, node_list=["n1"])
@@ -783,8 +793,8 @@ def test_an_exclusion_that_slurm_refuses_is_recorded(batch: Batch, monkeypatch: 
     assert (event["event"], event["node_list"], event["reason"]) == ("exclusion_failed", ["n3"], "no")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("own", [["n5"], []], ids=["a node of its own", "none"])
-@pytest.mark.slow_but_for("a node of its own")
 def test_a_node_that_the_user_excludes_is_none_to_fall_back_on(batch: Batch, own: list[str]) -> None:
     """Four of the five nodes are needed; one that this job had excluded by itself comes back for the next."""
     batch.job(JobState="RUNNING", ExcNodeList="n[5-5]")
@@ -930,8 +940,8 @@ def test_no_time_limit(tmp_path: Path) -> None:
     assert "#SBATCH --time=0" in render(tmp_path, time="0").splitlines()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("state", ["RUNNING", "SUSPENDED"])
-@pytest.mark.slow_but_for("RUNNING")
 def test_two_jobs_in_one_run_directory_are_one_too_many(batch: Batch, state: str) -> None:
     batch.job(JobState=state)
     batch.ledger.record("slice_start", slurm_job_id="16", restart_count=0, node_list=["n1"])

@@ -181,6 +181,7 @@ OPTIMIZATION: dict[str, Any] = {
 }
 
 
+@pytest.mark.slow_but_for("automatic", "accumulating", "two by hand")
 @pytest.mark.parametrize(("make", "options"), OPTIMIZATION.values(), ids=OPTIMIZATION)
 def test_the_optimizer_waits_and_forward_and_backward_do_not(
     make: Callable[[], Module], options: dict[str, Any], witness: Witness, tmp_path: Path
@@ -258,6 +259,7 @@ OPTIMIZERS: dict[str, Callable[[], Module]] = {
 }
 
 
+@pytest.mark.slow_but_for("Adam fused", "SGD", "LBFGS")
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
 def test_optimizers(make: Callable[[], Module], witness: Witness, tmp_path: Path) -> None:
     fit(witness, tmp_path, make())
@@ -308,6 +310,7 @@ def scale(hidden: bool) -> Callable[..., None]:
     return hook
 
 
+@pytest.mark.slow_but_for("on_train_batch_end-counted", "on_validation_start-hidden")
 @pytest.mark.parametrize("hidden", [False, True], ids=["counted", "hidden"])
 @pytest.mark.parametrize(
     "hook", ["on_train_batch_end", "on_train_epoch_start", "on_train_epoch_end", "on_validation_start"]
@@ -320,6 +323,7 @@ def test_hooks_behind_the_fence_may_change_what_they_like(
     assert not witness.wrong()
 
 
+@pytest.mark.slow_but_for("counted-on_train_batch_start", "hidden-on_after_backward")
 @pytest.mark.parametrize("hook", ["on_train_batch_start", "on_after_backward", "on_before_optimizer_step"])
 @pytest.mark.parametrize("hidden", [False, True], ids=["counted", "hidden"])
 def test_hooks_before_the_fence_are_noticed(hook: str, hidden: bool, witness: Witness, tmp_path: Path) -> None:

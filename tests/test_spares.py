@@ -381,6 +381,7 @@ def test_a_spare_takes_the_place_of_its_worker_and_is_as_if_just_started(node: N
     assert third == first | {"pid": number, "waited": True, "rank": "5"}
 
 
+@pytest.mark.slow
 def test_a_spare_stands_still_while_ranks_go_back_to_their_fit_unless_it_is_needed(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:

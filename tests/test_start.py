@@ -102,6 +102,7 @@ def test_one_that_waits_while_another_is_in_its_fit_is_left_alone(run_dir: Path)
     assert not hangs(run_dir)
 
 
+@pytest.mark.slow
 def test_one_that_nobody_waits_for_is_found_late(run_dir: Path) -> None:
     assert run(run_dir, "waits for ever", "waits for ever", limit_s=0.5) == [exit_codes.HUNG] * 2
     (fault,) = hangs(run_dir)
@@ -145,6 +146,7 @@ def test_the_verdict_about_a_start(evidence: list[RankEvidence], is_hang: bool, 
     assert "silent" in says or "before the first fit" in verdict.line
 
 
+@pytest.mark.slow
 def test_launch_survives_one(launcher: Launcher) -> None:
     launcher.script("if restart_count == 0: os.kill(os.getpid(), signal.SIGSTOP)")
     assert launcher.run("--section-timeouts=start:1", "script.py") == 0
@@ -165,6 +167,7 @@ def worker(tmp_path: Path) -> Iterator[RankProbe]:
     shutil.rmtree(directory, ignore_errors=True)
 
 
+@pytest.mark.slow_but_for("False")
 @pytest.mark.parametrize("watched", [True, False])
 def test_the_fits_of_a_launched_worker_are_watched_by_the_same_watchdog(
     tmp_path: Path, worker: RankProbe, watched: bool

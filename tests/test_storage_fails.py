@@ -51,6 +51,7 @@ def untouched(tmp: Path) -> bool:
     return len(names) == 2 and not here.fit(0).quarantine.exists() and len(fresh) == 1
 
 
+@pytest.mark.slow
 def test_a_run_directory_that_one_node_has_not_mounted(tmp_path: Path) -> None:
     options = {"trainer": {"num_nodes": 2}}
     config = killed(tmp_path, **options)

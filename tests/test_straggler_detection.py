@@ -253,6 +253,7 @@ WHO: dict[str, dict[str, Any]] = {
 SHORT = {"in its data": 3, "because of its node": 2}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("scenario", "windows"),
     [
@@ -260,7 +261,6 @@ SHORT = {"in its data": 3, "because of its node": 2}
         *(pytest.param(each, 20, id=f"{name}, often", marks=pytest.mark.campaign) for name, each in WHO.items()),
     ],
 )
-@pytest.mark.slow_but_for("because of its node")
 def test_a_rank_is_named_that_is_half_as_fast(scenario: dict[str, Any], windows: int, tmp_path: Path) -> None:
     found = reports({**scenario, "windows": windows}, tmp_path)
     assert len(found) == windows
@@ -362,6 +362,7 @@ def test_a_validation_that_takes_a_rank_longer_makes_no_straggler_of_it(tmp_path
     assert found_in(config, "stragglers") == [], text
 
 
+@pytest.mark.slow
 def test_a_resumed_run_knows_how_fast_it_was(tmp_path: Path) -> None:
     config = make(tmp_path, "run", callbacks=CALLBACKS, straggler_detection=REPORTS)
     kill = [{"at": "train", "step": 30, "do": "SIGKILL"}]
@@ -415,6 +416,7 @@ def test_a_run_stops_once_for_a_node_that_is_too_slow(tmp_path: Path) -> None:
     assert (result(config), samples(config)) == undisturbed(tmp_path, **options)
 
 
+@pytest.mark.slow
 def test_a_run_that_nothing_starts_again_goes_on_with_its_stragglers(tmp_path: Path) -> None:
     """A callback that rank 0 alone has, say: the run would end for good."""
     config = make(
@@ -573,6 +575,7 @@ def test_every_logger_gets_the_scores_at_lightnings_step(tmp_path: Path) -> None
         assert {row["step"] for row in scored} <= {row["step"] for row in rows if row["loss"]}
 
 
+@pytest.mark.slow
 def test_loggers_get_only_what_is_asked_for(tmp_path: Path) -> None:
     kept = {}
     for name, settings in {
@@ -616,6 +619,7 @@ def listening(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
         logger.propagate = before
 
 
+@pytest.mark.slow_but_for("None")
 @pytest.mark.parametrize("error", [None, RuntimeError, SystemExit])
 def test_nothing_is_left_on_the_collectives(
     error: type[BaseException] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -642,6 +646,7 @@ def test_nothing_is_left_on_the_collectives(
     assert detection._participant is None
 
 
+@pytest.mark.slow
 def test_a_callback_with_a_report_can_be_copied(tmp_path: Path) -> None:
     detection = StragglerDetection(1e6)
     trainer_with(tmp_path, ReportsAt(30), detection).fit(Short())

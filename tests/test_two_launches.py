@@ -101,6 +101,7 @@ def has_ended(process: psutil.Process) -> bool:
         return True
 
 
+@pytest.mark.slow
 def test_a_launch_that_was_taken_for_dead_ends_and_does_not_take_the_run_back(launcher: Launcher) -> None:
     launcher.script('ledger.record("ready")\nwhile not os.path.exists("fail"): time.sleep(0.01)\nsys.exit("late")')
     launcher.script(STOPS_WHEN_TOLD, "again.py")
@@ -127,6 +128,7 @@ def test_a_launch_that_was_taken_for_dead_ends_and_does_not_take_the_run_back(la
     assert [event["exit_code"] for event in launcher.events("exit")] == [75]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(bool(why_no_pods()), reason=why_no_pods())
 def test_a_launch_in_a_container_with_the_name_of_its_host_is_left_alive(launcher: Launcher) -> None:
     launcher.script(STOPS_WHEN_TOLD)

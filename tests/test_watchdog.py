@@ -149,6 +149,7 @@ def test_a_rank_that_does_not_is_ended(run_dir: Path) -> None:
     assert "_rank (test_watchdog.py" in hang["reason"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "stderr", ["full pipe", *(pytest.param(each, marks=pytest.mark.campaign) for each in ("/dev/full", "closed pipe"))]
 )
@@ -172,6 +173,7 @@ def test_a_log_that_takes_nothing_changes_nothing(run_dir: Path, tmp_path: Path,
     assert job.wait() == [exit_codes.HUNG]
 
 
+@pytest.mark.slow
 def test_node_memory_that_is_cleaned_up_is_no_hang(run_dir: Path) -> None:
     job = Job(run_dir)
     job.start(0, unlink=True, seconds=LIMIT_S + 2)
@@ -216,6 +218,7 @@ def test_what_is_kept_of_a_node_that_may_go_down_has_its_name(run_dir: Path, mon
     assert {(each.attempt, each.node) for each in kept} == {(job.token, recorded["node"])}, "counted twice, or nowhere"
 
 
+@pytest.mark.slow
 def test_a_hang_ends_where_the_storage_hangs_too(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing of the run directory is looked at but with a deadline, not even whether it is there."""
     answers, isfile = threading.Event(), os.path.isfile
@@ -265,6 +268,7 @@ def test_two_nodes_one_hangs(run_dir: Path) -> None:
     assert "rank 1 (node-1" in hang["reason"]
 
 
+@pytest.mark.slow
 def test_a_node_that_comes_late_to_a_hang_does_not_judge_it_again(run_dir: Path) -> None:
     job = Job(run_dir, nodes=2)
     job.start(1, pause_s=60)
@@ -281,6 +285,7 @@ def test_a_node_that_comes_late_to_a_hang_does_not_judge_it_again(run_dir: Path)
     assert not hangs(run_dir), "the node that has judged it has recorded it"
 
 
+@pytest.mark.slow
 def test_a_hang_before_a_restart_that_keeps_the_token_ends_nobody(run_dir: Path) -> None:
     job = Job(run_dir, nodes=2)
     folder = run_dir / "diagnostics" / "judged"
@@ -490,6 +495,7 @@ def test_a_script_that_has_caught_the_failure_of_all_ranks_goes_on(run_dir: Path
     assert job.wait() == [0, 0]
 
 
+@pytest.mark.slow
 def test_a_case_that_nobody_has_closed_ends_no_healthy_job(run_dir: Path) -> None:
     job = Job(run_dir, nodes=2)
     (run_dir / "diagnostics").mkdir()

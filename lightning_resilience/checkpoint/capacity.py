@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lightning_resilience._files import matching
+from lightning_resilience._formatting import UNLIMITED_BYTES, format_bytes
 
 _MEMORY_FILE_SYSTEMS = {"tmpfs", "devtmpfs", "ramfs"}
-_UNLIMITED = 1 << 60
 _SHARED_MEMORY = Path("/dev/shm")
 _MAX_LEFT_FREE = 8 << 30
 _PROC = Path("/proc")
@@ -85,7 +85,7 @@ def available_bytes(directory: str | os.PathLike[str], proc: Path = _PROC) -> Av
     in_memory = in_node_memory(folder, proc)
     memory = memory_left(proc)
     # A tmpfs without a size limit reports no blocks.
-    free = status.f_bavail * status.f_frsize if status.f_blocks else _UNLIMITED
+    free = status.f_bavail * status.f_frsize if status.f_blocks else UNLIMITED_BYTES
     files = Room(free + held, f"the free space of the file system of {folder}")
     if status.f_blocks and _is_shared_memory(folder):
         left = min(status.f_blocks * status.f_frsize // 2, _MAX_LEFT_FREE)
@@ -173,17 +173,6 @@ def check(
         )
 
 
-def format_bytes(nbytes: int) -> str:
-    """Formats a size, for example ``1.2 GiB``."""
-    if nbytes >= _UNLIMITED:
-        return "any amount"
-    value, units = float(nbytes), ["bytes", "KiB", "MiB", "GiB", "TiB"]
-    while value >= 1024 and len(units) > 1:
-        value /= 1024
-        del units[0]
-    return f"{value:.0f} bytes" if units[0] == "bytes" else f"{value:.1f} {units[0]}"
-
-
 def _held_bytes(directory: Path) -> int:
     """Bytes of the generations and spare files in ``directory``."""
     total = 0
@@ -237,7 +226,7 @@ def _read_number(path: Path) -> int | None:
 
 def _memory_limits(proc: Path) -> Iterator[Room]:
     """Available memory by each limit."""
-    yield Room(_UNLIMITED, "no limit")
+    yield Room(UNLIMITED_BYTES, "no limit")
     if (found := re.search(r"^MemAvailable:\s*(\d+) kB", _read(proc / "meminfo"), re.MULTILINE)) is not None:
         yield Room(int(found[1]) * 1024, "the memory that this node has available")
     for group, version in _control_groups(proc):

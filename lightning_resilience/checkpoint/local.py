@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from lightning_resilience._formatting import format_bytes
 from lightning_resilience.agreement_protocol import PeerLost
-from lightning_resilience.checkpoint.capacity import format_bytes
 from lightning_resilience.checkpoint.devices import Standstill
 from lightning_resilience.checkpoint.generations import RankLocation, rank_shard, replicated_shard
 from lightning_resilience.checkpoint.node_store import NodeStore, ShardWriter

@@ -43,8 +43,9 @@ import torch
 from torch import Tensor
 
 from lightning_resilience._files import clean_temporaries, is_temporary, sync_directory
+from lightning_resilience._formatting import format_bytes
 from lightning_resilience.checkpoint import checkpoint_file
-from lightning_resilience.checkpoint.capacity import format_bytes, in_node_memory
+from lightning_resilience.checkpoint.capacity import in_node_memory
 from lightning_resilience.checkpoint.devices import Registration, register
 from lightning_resilience.checkpoint.generations import GENERATION_FOLDER, SHARD_SUFFIX, shard_path
 

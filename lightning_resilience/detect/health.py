@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_resilience._files import temporary_path
+from lightning_resilience._formatting import format_bytes
 
 _T = TypeVar("_T")
 
@@ -359,9 +360,9 @@ def check_free_space(path: str | os.PathLike[str], needed_bytes: int) -> Check:
         directory = _nearest(path)
         status = os.statvfs(directory)
         free = status.f_bavail * status.f_frsize
-        seen = f"{_size(free)} free in {path}"
+        seen = f"{format_bytes(free)} free in {path}"
         if free < needed_bytes:
-            return Check("free space", False, f"{seen}, {_size(needed_bytes)} needed: make room")
+            return Check("free space", False, f"{seen}, {format_bytes(needed_bytes)} needed: make room")
         # Storage that does not count inodes has a total of 0.
         if status.f_files and status.f_favail < _NEEDED_INODES:
             few = f"{path} has room for {status.f_favail} more files, {_NEEDED_INODES} needed: remove some"
@@ -421,14 +422,6 @@ def _write_time(directory: Path) -> float:
 
 def _not_writable(path: str | os.PathLike[str], error: OSError) -> str:
     return f"{path} cannot be written to ({error.strerror or error}): repair it or its permissions, or name another"
-
-
-def _size(count: float) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1000
-    return f"{count:.1f} TB"
 
 
 # -- collective --------------------------------------------------------------------------------------------------------

@@ -218,9 +218,7 @@ class AbsentRanks:
             if not self._has_warned:
                 self._has_warned = True
                 log.warning(
-                    "The validation draws random numbers. Those of the %d absent ranks are not what they would be from "
-                    "here on.",
-                    len(self.states),
+                    "The validation draws random numbers. Those of absent ranks are from now on not what they would be."
                 )
             return
         for state in self.states.values():

@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 
+from lightning_resilience._formatting import format_bytes
 from lightning_resilience._lightning import lightning_strategies
 from lightning_resilience._processes import process_age
-from lightning_resilience._torch import local
+from lightning_resilience._torch import local, own_store
 from lightning_resilience.checkpoint import at_hand, capacity, local_folders, shard
 from lightning_resilience.checkpoint.devices import accelerator
 from lightning_resilience.checkpoint.generations import WHOLE, Transfer, rank_shard, replicated_shard
@@ -213,9 +214,9 @@ class LocalSavePolicy(Participant):
     def _make_coordinator(self) -> SaveCoordinator:
         from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
-        prefix, shared, rank = self._prefix(), cast("Any", _get_default_store()), self.session.fit.rank
-        own, bell = PrefixStore(prefix, shared.clone()), PrefixStore(prefix, shared)
-        return SaveCoordinator(own, len(self.locations), bell, self._shards, rank % self._shards)
+        prefix, rank = self._prefix(), self.session.fit.rank
+        bell = PrefixStore(prefix, cast("Any", _get_default_store()))
+        return SaveCoordinator(own_store(prefix), len(self.locations), bell, self._shards, rank % self._shards)
 
     @property
     def _all_have_the_same(self) -> bool:
@@ -458,7 +459,7 @@ class LocalSavePolicy(Participant):
         with contextlib.suppress(OSError):  # they may be at work there, or just have ended
             others = [folder for folder in here.parent.iterdir() if folder != here]
             nbytes = sum(path.lstat().st_size for folder in others for path in folder.rglob("*.shard"))
-        return f"; other runs hold {capacity.format_bytes(nbytes)} in {here.parent}" if nbytes else ""
+        return f"; other runs hold {format_bytes(nbytes)} in {here.parent}" if nbytes else ""
 
     def _nodes(self) -> int:
         return len({location.node for location in self.locations})
@@ -509,7 +510,7 @@ class LocalSavePolicy(Participant):
             copies = "with copies on other nodes" if self._replicas is not None else "without copies on other nodes"
         memory = ""
         if self._device is not None:
-            memory = f", with at most {capacity.format_bytes(ON_DEVICE_BYTES)} of the memory of {self._device}"
+            memory = f", with at most {format_bytes(ON_DEVICE_BYTES)} of the memory of {self._device}"
         log.info("Local checkpoints %s in %s (%s), %s%s.", when, self.store.directory, where, copies, memory)
 
     # -- the end -------------------------------------------------------------------------------------------------------

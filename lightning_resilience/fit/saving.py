@@ -20,16 +20,17 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from lightning_resilience._files import temporary_path
+from lightning_resilience._formatting import format_bytes
 from lightning_resilience._lightning import (
     lightning_checkpoints,
     lightning_limits,
     lightning_strategies,
 )
-from lightning_resilience._torch import local
+from lightning_resilience._torch import local, own_store
 from lightning_resilience.agreement_protocol import PeerLost
 from lightning_resilience.checkpoint import checkpoint_file, dcp, resume
 from lightning_resilience.checkpoint.background import BackgroundSaves, Copy
-from lightning_resilience.checkpoint.capacity import format_bytes, memory_left
+from lightning_resilience.checkpoint.capacity import memory_left
 from lightning_resilience.checkpoint.digest import digest_of
 from lightning_resilience.checkpoint.own_state import OwnState
 from lightning_resilience.checkpoint.safe_serialization import (
@@ -152,7 +153,7 @@ class Saver:
         self._exact = exact
         self.is_dumping = False
         self.has_saved_async = False
-        self._messages = StoreMessages(lambda: _store(f"resilience/saves/{fit.nonce}"))
+        self._messages = StoreMessages(lambda: own_store(f"resilience/saves/{fit.nonce}"))
         self._number = 0
         self._shards: ShardedSaves | None = None
         self._background: BackgroundSaves | None = None
@@ -677,13 +678,6 @@ def _outcome_of(write: Callable[[], object]) -> Outcome:
     except Exception as error:
         return _failed(error)
     return Outcome("published")
-
-
-def _store(prefix: str) -> Any:
-    from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
-
-    shared: Any = _get_default_store()
-    return PrefixStore(prefix, shared.clone())  # calls of one client block each other
 
 
 # Entries that are kept or left out one by one: those that a load asks for by name.

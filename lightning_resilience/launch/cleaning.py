@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from lightning_resilience._files import is_abandoned, is_temporary, load_json, matching, read_json
+from lightning_resilience._formatting import format_bytes
 from lightning_resilience._output import log_line
-from lightning_resilience.checkpoint.capacity import format_bytes
 from lightning_resilience.checkpoint.local_folders import Origin, base_folder, memory_bases, read_origin, remove_empty
 from lightning_resilience.detect.hangs.abandoned import abandoned, record_account
 from lightning_resilience.detect.hangs.rank_probe import own_directories

@@ -14,9 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lightning_resilience._formatting import table
+from lightning_resilience._formatting import format_bytes, table
 from lightning_resilience.checkpoint import shard
-from lightning_resilience.checkpoint.capacity import format_bytes
 from lightning_resilience.checkpoint.checkpoint_file import CorruptCheckpoint
 from lightning_resilience.checkpoint.generations import GENERATION_FOLDER, SHARD_SUFFIX
 from lightning_resilience.checkpoint.safe_serialization import tensor_names

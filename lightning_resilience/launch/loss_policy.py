@@ -412,8 +412,9 @@ class LossPolicy:
 
     def _begin_life(self, rank: int, now: float) -> Member:
         """A rank whose process is started: what the fit can is known from the one before, or from another rank."""
-        last = self.members.get(rank) or next(iter(self.members.values()), Member(rank, self.generation))
-        return Member(rank, self.generation, now, fewer=last.fewer, tasks=last.tasks)
+        of_all = [*filter(None, [self.members.get(rank)]), *self.members.values()]
+        known = next((each for each in of_all if each.fewer is not None), Member(rank, self.generation))
+        return Member(rank, self.generation, now, fewer=known.fewer, tasks=known.tasks)
 
     def _why_not(self, dead: list[Member], members: Collection[int]) -> str | None:
         """Why a loss is not mended by a generation of these members."""

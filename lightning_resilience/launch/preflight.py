@@ -19,8 +19,8 @@ from typing import Literal, NamedTuple
 from urllib.parse import urlsplit
 
 from lightning_resilience import _nvrx
-from lightning_resilience._formatting import duration
-from lightning_resilience.checkpoint.capacity import available_bytes, file_systems, format_bytes, needed_bytes
+from lightning_resilience._formatting import duration, format_bytes
+from lightning_resilience.checkpoint.capacity import available_bytes, file_systems, needed_bytes
 from lightning_resilience.checkpoint.local_folders import base_folder
 from lightning_resilience.launch import otel, trainjob
 from lightning_resilience.launch.job import LaunchSettings, Preview

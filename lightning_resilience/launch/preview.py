@@ -10,8 +10,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from lightning_resilience._formatting import duration, or_dash, table
-from lightning_resilience.checkpoint.capacity import file_systems, format_bytes
+from lightning_resilience._formatting import duration, format_bytes, or_dash, table
+from lightning_resilience.checkpoint.capacity import file_systems
 from lightning_resilience.checkpoint.local_folders import base_folder
 from lightning_resilience.launch import preflight
 from lightning_resilience.launch.budget import failures_today
