@@ -661,6 +661,7 @@ def test_a_removal_leaves_no_half(tmp_path: Path) -> None:
         assert {path.name for path in folder.iterdir()} <= {"a.ckpt", "b.ckpt"}
 
 
+@pytest.mark.slow
 def test_every_flipped_bit_in_a_directory_is_noticed(tmp_path: Path) -> None:
     folder = tmp_path / "a.ckpt"
     folder.mkdir()

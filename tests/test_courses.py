@@ -137,6 +137,7 @@ def test_local_states_leave_the_global_one_a_try(run: Run) -> None:
     assert run.resumes == [("local", 15), ("local", 12), ("local", 9), ("global", 3)]
 
 
+@pytest.mark.slow
 def test_a_bad_global_state_ends_the_run_when_none_is_left(run: Run) -> None:
     with_bad_local_ones(run)
     for path in resume.checkpoints(RunDirectory(run.path).fit(0).checkpoints):

@@ -406,7 +406,7 @@ def test_a_collation_that_is_set_later_is_not_watched() -> None:
     workers.leave()
 
 
-@pytest.mark.slow_but_for("1-1")
+@pytest.mark.slow
 @pytest.mark.parametrize(("count", "prefetch"), [(1, 1), (2, 2), (3, 4)])
 def test_other_workers_begin_where_these_were(count: int, prefetch: int, tmp_path: Path) -> None:
     """At each place of an epoch, and again after that; nothing is read twice."""

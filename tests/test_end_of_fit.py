@@ -249,6 +249,7 @@ class Counts(L.Callback):
         self.number = state["number"]
 
 
+@pytest.mark.slow
 def test_what_is_written_at_the_end(tmp_path: Path) -> None:
     """Once, but for an end that changes something; a finished fit is not written again."""
     timed = Script(tmp_path / "timed", lambda: [L.callbacks.Timer()], options={"max_epochs": 1})

@@ -171,7 +171,7 @@ CHANGES: dict[str, tuple[Callable[[], list[Any]], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.slow_but_for("node-pruned")
+@pytest.mark.slow
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("local", [False, True], ids=["run directory", "node"])
 def test_what_is_trained_changes_on_the_way(tmp_path: Path, change: str, local: bool) -> None:
@@ -323,6 +323,7 @@ def newest_of(folder: Path) -> Path | None:
     return max(folder.glob("*.ckpt"), key=lambda path: path.stat().st_mtime_ns, default=None)
 
 
+@pytest.mark.slow
 def test_the_newest_own_file_of_a_model_checkpoint_means_to_resume(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

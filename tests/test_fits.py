@@ -185,6 +185,7 @@ def test_raising_the_limit_goes_on_as_the_longer_run(
     assert result(config) == undisturbed(tmp_path, trainer=long, workers=workers)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="keeps its account in node memory")
 def test_the_time_of_a_rank_that_was_killed_without_a_watchdog_is_in_the_account(tmp_path: Path) -> None:
     """The next start finds it in node memory; it then knows, too, which steps it does again."""

@@ -48,10 +48,10 @@ LOCAL: dict[str, Any] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.also_as_on_gpu
 @pytest.mark.parametrize("options", some(RANKS, "four"))
 @pytest.mark.parametrize("tier", ["global", "local"])
-@pytest.mark.slow_but_for("as on a GPU-global-ranks")
 def test_ranks(tmp_path: Path, options: dict[str, Any], tier: str) -> None:
     local = {**LOCAL, "local": {"every_n_train_steps": 4, "dir": str(tmp_path / "local")}} if tier == "local" else {}
     assert gone_back(tmp_path, 27, **options, **local) == undisturbed(tmp_path, **options, **local)

@@ -896,10 +896,10 @@ SCENARIOS: list[tuple[Scenario, int, str, str]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("scenario", "culprit", "kind", "text"), SCENARIOS, ids=[each[0].__name__ for each in SCENARIOS]
 )
-@pytest.mark.slow_but_for("call_something_else")
 def test_real_ranks(
     ranks_in: Callable[[Scenario], list[RankEvidence]],
     scenario: Scenario,

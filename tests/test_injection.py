@@ -302,6 +302,7 @@ VALUES: dict[str, Any] = {
 }
 
 
+@pytest.mark.slow
 def test_state_that_a_safe_load_would_refuse_survives(launched: RunDirectory) -> None:
     stopped(lambda: make_trainer([Stateful(**VALUES)]).fit(Module(signal_at=13)))
     restart()

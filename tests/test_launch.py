@@ -499,12 +499,12 @@ def test_an_interrupted_run_ends_with_75_and_the_same_command_resumes_it(launche
     assert not launcher.events("failure")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("status", "details", "exit_code"),
     [("interrupted", {}, 75), ("halted", {}, 1), ("halted", {"exit_code": 16}, 16)],
     ids=["interrupted", "halted", "halted with a code of its own"],
 )
-@pytest.mark.slow_but_for("halted")
 def test_the_word_of_a_fit_counts_even_if_a_library_swallowed_it(
     launcher: Launcher, status: str, details: dict[str, Any], exit_code: int
 ) -> None:
@@ -556,6 +556,7 @@ def test_an_earlier_attempt_has_no_word(launcher: Launcher) -> None:
     assert launcher.run() == 0
 
 
+@pytest.mark.slow
 def test_an_end_without_an_outcome_is_a_failure(launcher: Launcher) -> None:
     launcher.script("os._exit(0)")
     assert launcher.run("--in-job-restarts=0", "--job-retries=0", "script.py") == 1

@@ -1166,6 +1166,7 @@ def test_two_fits_of_a_script_are_not_mixed(memory: Run) -> None:
     assert weights == [oracle(memory.path.parent, seed)[0] for seed in (1, 5)]
 
 
+@pytest.mark.slow
 def test_two_runs_on_a_node_are_not_mixed(memory: Run) -> None:
     other = Run(memory.path.parent, "other", seed=5)
     other.folder = memory.folder
@@ -1198,6 +1199,7 @@ class Validated(Net):
         return DataLoader(TensorDataset(torch.randn(12, 4, generator=torch.Generator().manual_seed(3))), 4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("in_validation", [True, False])
 def test_a_preemption_that_leaves_no_time(memory: Run, monkeypatch: pytest.MonkeyPatch, in_validation: bool) -> None:
     """What is saved locally first is worth as much as what is saved globally after it."""

@@ -551,6 +551,7 @@ def resumes(config: dict[str, Any]) -> list[tuple[str, int]]:
     return [(each["tier"], each["step"]) for each in events(config, "resumed", "went_back")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spoil", [nan_moment, pytest.param(huge_moment, marks=pytest.mark.campaign)])
 def test_bad_states_that_verify_are_condemned_until_a_good_one_is_found(spoil: Any, tmp_path: Path) -> None:
     config = killed(tmp_path)

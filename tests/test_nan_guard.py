@@ -203,6 +203,14 @@ MORE_WAYS = {
 }
 
 
+@pytest.mark.slow_but_for(
+    "fused AdamW, late-NaN in the batch",
+    "AdamW-NaN in one gradient",
+    "SGD with momentum-NaN loss",
+    "NAdam, in the first step, late-infinite loss",
+    "AdamW-an infinite gradient",
+    "AdamW-NaN loss without gradients",
+)
 @pytest.mark.parametrize("spoil", SPOILS.values(), ids=SPOILS.keys())
 @pytest.mark.parametrize("way", [*WAYS.values(), *MORE_WAYS.values()], ids=[*WAYS, *MORE_WAYS])
 def test_a_skipped_step_changes_nothing(

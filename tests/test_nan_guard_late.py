@@ -236,8 +236,8 @@ class Gan(Late):
         return [self.make_optimizer(self.generator.parameters()), self.make_optimizer(self.net.parameters())]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batches", [None, 1, 8])
-@pytest.mark.slow_but_for("1")
 def test_a_gan_with_batch_normalisation_trains(
     batches: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

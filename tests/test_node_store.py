@@ -355,8 +355,8 @@ def maps_of(folder: Path) -> list[str]:
     return [line for line in Path("/proc/self/maps").read_text().splitlines() if str(folder) in line]
 
 
+@pytest.mark.slow
 @on_tmpfs
-@pytest.mark.slow_but_for("disk")
 def test_no_file_and_no_mapping_is_left_open(place: Path) -> None:
     def descriptors() -> int:
         return len(os.listdir("/proc/self/fd"))

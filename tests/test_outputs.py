@@ -112,8 +112,8 @@ SETUPS: dict[str, Callable[[Path, int], tuple[list[Any], dict[str, Any]]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("setup", SETUPS.values(), ids=SETUPS.keys())
-@pytest.mark.slow_but_for("version_N")
 def test_a_restart_ends_with_the_best_checkpoints_of_the_whole_fit(
     here: Path, setup: Callable[[Path, int], tuple[list[Any], dict[str, Any]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -221,6 +221,7 @@ def test_a_second_signal_ends_the_run_at_once(tmp_path: Path) -> None:
     assert result(config) == undisturbed(tmp_path, **{**TWO, "save_every": 10})[0]
 
 
+@pytest.mark.slow
 def test_the_end_of_the_grace_period_ends_the_run(tmp_path: Path) -> None:
     hang = {"at": "train", "step": 20, "do": "sleep", "seconds": 600, "once": True}
     config = make(tmp_path, "disturbed", events=[{**TERM, "at": "train", "step": 20, "rank": 1}, hang], **TWO)

@@ -369,6 +369,7 @@ def of_file(path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return [callback for callback in cli.trainer.callbacks if type(callback).__module__.startswith("lightning_resil")]
 
 
+@pytest.mark.slow_but_for("nemo")
 @each_recipe
 def test_the_yaml_of_a_recipe_makes_its_callbacks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = RECIPES[name]()

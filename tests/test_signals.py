@@ -314,6 +314,7 @@ def test_a_script_that_catches_the_interruption_has_its_own_output_again(tmp_pat
     assert vars(sys.stdout) == before
 
 
+@pytest.mark.slow
 def test_each_epoch_of_a_fit_listens_again(tmp_path: Path, launched: signals.SignalListener) -> None:
     module, descriptors = Module(), []
     module.on_fit_start = lambda: signal.set_wakeup_fd(-1)  # type: ignore[method-assign]  # as asyncio does

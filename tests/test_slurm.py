@@ -645,6 +645,7 @@ def test_what_an_earlier_job_has_failed_to_do_is_not_held_against_this_one(batch
     assert code == 0, said
 
 
+@pytest.mark.slow
 def test_ten_allocations_without_a_new_step_are_the_end(batch: Batch) -> None:
     batch.run(SAVED, exits(75), exit_code=75)
     for _ in range(9):

@@ -297,6 +297,7 @@ def life(seed: int, folder: Path, intact: Path, monkeypatch: pytest.MonkeyPatch)
     return "resumed"
 
 
+@pytest.mark.slow
 def test_whatever_fails_nothing_intact_is_moved_and_nothing_begins_beside_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -326,11 +326,11 @@ REPORTED: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.also_as_on_gpu
 @pytest.mark.parametrize(
     "options", some(REPORTED, "manual optimization", "accumulation", "gradient clipping", "validation")
 )
-@pytest.mark.slow_but_for("cpu-two ranks")
 def test_reports_change_nothing_in_a_run_that_is_killed_and_resumed(options: dict[str, Any], tmp_path: Path) -> None:
     found = killed_and_resumed(
         tmp_path,
