@@ -1,4 +1,4 @@
-"""Threads of C++ that enter Python when it can't be entered safely: while it is forked, and while it ends.
+"""Threads of C++, which a forked child does not have, and which enter Python while it is forked and while it ends.
 
 gloo's threads do so after most collectives, to drop what Python had given them; usually within microseconds. Lightning
 and this package have collectives just before an epoch starts its data-loader workers, and at the end of a fit.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import gc
 import os
 import sys
 import time
@@ -30,6 +31,9 @@ def let_native_threads_pass() -> None:
 @functools.cache
 def guard() -> None:
     """Has this process wait for such threads before it is forked and before it ends. The second call does nothing."""
+    # A process group that has become garbage waits for its threads where it is collected. In a data-loader worker they
+    # are not, and it would hang: what it has got from its parent is not its to collect.
+    os.register_at_fork(after_in_child=gc.freeze)
     if HAS_FORK_DEADLOCK:
         os.register_at_fork(before=let_native_threads_pass)
     # A thread that enters Python while it ends is ended by it, and takes the process along: "terminate called without

@@ -11,9 +11,15 @@ import pytest
 import torch
 from torch.optim import optimizer
 
+from lightning_resilience import _native_threads
 from tests import as_on_gpu, harness
 
 ON_GPU = "as on a GPU"
+
+# As make does: Lightning would set it when it first starts ranks, and sums would differ in the last bit from then on.
+os.environ["OMP_NUM_THREADS"] = "1"
+torch.set_num_threads(1)
+_native_threads.guard()  # tests fork this process, in which others have left garbage
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

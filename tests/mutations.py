@@ -44,6 +44,13 @@ class Guard(NamedTuple):
 
 GUARDS = [
     Guard(
+        "a data-loader worker does not collect what its parent has left as garbage",
+        "_native_threads.py",
+        "os.register_at_fork(after_in_child=gc.freeze)",
+        "pass",
+        "tests/test_native_threads.py::test_a_child_collects_no_process_group_of_its_parent[with-done]",
+    ),
+    Guard(
         "a module that is restored twice does not write into what it is restored from",
         "checkpoint/at_hand.py",
         "each.clone() if index in self.copied else each",

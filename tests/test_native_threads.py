@@ -1,4 +1,4 @@
-"""gloo's threads enter Python while it is forked, or while it ends: a worker would hang, a rank would abort."""
+"""gloo's threads: a forked worker would hang for them, or a rank abort at its end."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from lightning_resilience._native_threads import HAS_FORK_DEADLOCK
 from tests.harness import free_port
 
-pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
+ROOT = str(Path(__file__).parent.parent)
 
 # A thread that enters Python stays for 1 ms where it holds the lock that a forked child needs, instead of less than a
 # microsecond.
@@ -73,8 +73,38 @@ dist.broadcast_object_list([2])
 """
 
 
+COLLECTS = """
+import datetime, gc, os, select, sys
+import torch.distributed as dist
+if sys.argv[1] == "with":
+    from lightning_resilience import _native_threads
+    _native_threads.guard()
+class Cycle:
+    pass
+gc.disable()
+cycle = Cycle()
+cycle.own = cycle
+cycle.group = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, datetime.timedelta(seconds=5))
+del cycle
+gc.enable()
+reader, writer = os.pipe()
+if (child := os.fork()) == 0:
+    gc.collect()
+    os.write(writer, b"done")
+    os._exit(0)
+is_done = select.select([reader], [], [], 60 if sys.argv[1] == "with" else 2)[0]
+if not is_done:
+    os.kill(child, 9)
+os.waitpid(child, 0)
+print("done" if is_done else "hung")
+os._exit(0)
+"""
+
+
 @pytest.fixture(scope="module")
 def slow(tmp_path_factory: pytest.TempPathFactory) -> str:
+    if shutil.which("cc") is None:
+        pytest.skip("needs a C compiler")
     folder = tmp_path_factory.mktemp("slow")
     (folder / "slow.c").write_text(SLOW)
     subprocess.run(["cc", "-shared", "-fPIC", "-o", "slow.so", "slow.c", "-ldl"], cwd=folder, check=True)
@@ -88,7 +118,7 @@ def two_ranks(program: str, with_ours: str, slow: str) -> list[tuple[int, str]]:
         "LD_PRELOAD": slow,
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()),
-        "PYTHONPATH": str(Path(__file__).parent.parent),
+        "PYTHONPATH": ROOT,
     }
     ranks = [
         subprocess.Popen(
@@ -102,6 +132,12 @@ def two_ranks(program: str, with_ours: str, slow: str) -> list[tuple[int, str]]:
     ]
     outputs = [rank.communicate(timeout=300)[0] for rank in ranks]
     return [(rank.returncode, output) for rank, output in zip(ranks, outputs, strict=True)]
+
+
+@pytest.mark.parametrize(("with_ours", "end"), [("without", "hung"), ("with", "done")])
+def test_a_child_collects_no_process_group_of_its_parent(with_ours: str, end: str) -> None:
+    command, environment = [sys.executable, "-c", COLLECTS, with_ours], {**os.environ, "PYTHONPATH": ROOT}
+    assert subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300).stdout == f"{end}\n"
 
 
 @pytest.mark.campaign
