@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch.optim import optimizer
 
-from lightning_resilience import _native_threads
 from tests import as_on_gpu, harness
 
 ON_GPU = "as on a GPU"
@@ -19,7 +18,6 @@ ON_GPU = "as on a GPU"
 # As make does: Lightning would set it when it first starts ranks, and sums would differ in the last bit from then on.
 os.environ["OMP_NUM_THREADS"] = "1"
 torch.set_num_threads(1)
-_native_threads.guard()  # tests fork this process, in which others have left garbage
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -58,6 +56,14 @@ def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> None:
     multiprocessing.util.get_temp_dir()
     own = tmp_path_factory.getbasetemp()
     harness.SHARED = own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
+
+
+@pytest.fixture(autouse=True, scope="session")
+def forks() -> None:
+    """Tests fork this process, in which others have left garbage."""
+    from lightning_resilience import _native_threads  # not before pytest has set up logging
+
+    _native_threads.guard()
 
 
 @pytest.fixture(autouse=True)
