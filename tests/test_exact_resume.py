@@ -180,8 +180,16 @@ ON_RANKS: dict[str, dict[str, Any]] = {
     "plain": {"data": "shuffle"},
     "workers and validation": {"data": "shuffle", "workers": 2, "validation": True, "plateau": True},
     "data needed early": {"data": "shuffle", "workers": 1, "one_cycle": True},
+    "each shuffles its own": {"data": "shuffle", "trainer": {"use_distributed_sampler": False}},
 }
-LONG = {("plain", 2), ("plain", 4), ("data needed early", 2), ("data needed early", 4), ("workers and validation", 4)}
+LONG = {
+    ("plain", 2),
+    ("plain", 4),
+    ("data needed early", 2),
+    ("data needed early", 4),
+    ("workers and validation", 4),
+    ("each shuffles its own", 4),
+}
 
 
 @pytest.mark.also_as_on_gpu
@@ -195,7 +203,7 @@ LONG = {("plain", 2), ("plain", 4), ("data needed early", 2), ("data needed earl
 )
 @pytest.mark.slow_but_for("cpu-workers and validation-2")
 def test_ranks(tmp_path: Path, world_size: int, options: dict[str, Any]) -> None:
-    options = {**options, "trainer": {"devices": world_size}}
+    options = {**options, "trainer": {**options.get("trainer", {}), "devices": world_size}}
     events = [{"at": "train", "step": 23, "rank": 1}, {"at": "train", "step": 40, "rank": 0}]
     found = killed_and_resumed(tmp_path, events, weighs=True, **options)[:2]
     assert found == undisturbed(tmp_path, **options)

@@ -52,9 +52,14 @@ def why_not(trainer: Trainer, loader: Any) -> str | None:
         counts = {trainer.world_size, _parts(trainer, None)}
         if type(loader.sampler) is not DistributedSampler or loader.sampler.num_replicas not in counts:
             return f"the script's {type(loader.sampler).__name__} divides them in a way of its own"
-    elif not trainer._accelerator_connector.use_distributed_sampler:
+    elif not divides_data(trainer):
         return "the Trainer has use_distributed_sampler=False"
     return None
+
+
+def divides_data(trainer: Trainer) -> bool:
+    """Whether Lightning divides the data of the script among ranks; else each rank has an order of its own."""
+    return bool(trainer._accelerator_connector.use_distributed_sampler)
 
 
 def _parts(trainer: Trainer, sampler: Any) -> int:

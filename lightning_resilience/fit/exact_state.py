@@ -322,7 +322,8 @@ class ExactState:
         trainer = self.fit.trainer
         world, share = trainer.world_size, Fraction(own["batch_share"])
         orders = own.get("orders")
-        is_begun_by_one = world > 1 and epoch is not None and any(map(lightning_micro_batches.is_of_one, orders or ()))
+        can_be_of_one = world > 1 and epoch is not None and lightning_micro_batches.divides_data(trainer)
+        is_begun_by_one = can_be_of_one and any(map(lightning_micro_batches.is_of_one, orders or ()))
         self._was = before, f"{what} and is resumed by {world}"
         if before == world and share == 1 and not is_begun_by_one:
             return own
