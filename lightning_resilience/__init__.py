@@ -77,7 +77,10 @@ def __getattr__(name: str) -> Any:
     if name == "recipes":
         return importlib.import_module("lightning_resilience.recipes")
     if name in _WHERE:
-        return getattr(importlib.import_module(f"lightning_resilience.{_WHERE[name]}"), name)
+        found = getattr(importlib.import_module(f"lightning_resilience.{_WHERE[name]}"), name)
+        if _WHERE[name] == "callbacks":  # a LightningCLI looks for its package's, which may have come after ours
+            importlib.import_module("lightning_resilience._lightning.lightning_callbacks").adopt_namespaces()
+        return found
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -794,8 +794,8 @@ GUARDS = [
     Guard(
         "absent ranks: buffers are those of rank 0 at the begin of the step",
         "fit/absent_ranks.py",
-        "                    buffer.copy_(begun)\n",
-        "                    pass\n",
+        "                buffer.copy_(begun)\n",
+        "                pass\n",
         "tests/test_absent_ranks.py::test_steps_are_those_of_the_run_as_it_was_begun",
     ),
     Guard(
@@ -813,10 +813,45 @@ GUARDS = [
         "tests/test_absent_ranks.py::test_steps_are_those_of_the_run_as_it_was_begun",
     ),
     Guard(
+        "absent ranks: within an accumulation window each goes on with its own buffers",
+        "fit/absent_ranks.py",
+        "self._buffers_of.get(self._next, self._begun)",
+        "self._begun",
+        "tests/test_absent_ranks.py::test_with_what_else_there_is[a buffer in the loss, and accumulation]",
+    ),
+    Guard(
+        "absent ranks: a teacher is moved behind the forward pass",
+        "_lightning/lightning_micro_batches.py",
+        "                optimization._optimizer_zero_grad(batch_idx, optimizer)",
+        "                zero_grad()",
+        "tests/test_absent_ranks.py::test_with_what_else_there_is[a teacher that is moved before gradients are reset]",
+    ),
+    Guard(
+        "absent ranks: a mean is over the samples of all",
+        "fit/exact_state.py",
+        "lightning_metrics.average_counts_exactly(trainer, self.loading)",
+        "pass",
+        "tests/test_absent_ranks.py::test_with_what_else_there_is[means of other numbers of samples]",
+    ),
+    Guard(
+        "a sampler's generator is saved although Lightning has wrapped the sampler",
+        "fit/exact_state.py",
+        "*lightning_micro_batches.wrapped_samplers(loaders)]",
+        "]",
+        "tests/test_exact_resume.py::test_ranks[cpu-a sampler with a generator-2]",
+    ),
+    Guard(
+        "an order that each of several ranks has for itself is not taken for that of a single rank",
+        "_lightning/lightning_micro_batches.py",
+        "None if many and is_of_one(order) else order",
+        "order",
+        "tests/test_exact_resume.py::test_ranks[cpu-each shuffles its own-2]",
+    ),
+    Guard(
         "absent ranks: all ranks count alike",
         "_lightning/lightning_micro_batches.py",
-        "return scaled(step(), share)",
-        "return step()",
+        "return scaled(result, share)",
+        "return result",
         "tests/test_absent_ranks.py::test_steps_are_those_of_the_run_as_it_was_begun",
     ),
     Guard(

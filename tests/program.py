@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import ctypes
 import errno
 import functools
@@ -36,6 +37,7 @@ from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.utils.data import (
+    BatchSampler,
     DataLoader,
     Dataset,
     DistributedSampler,
@@ -44,6 +46,7 @@ from torch.utils.data import (
     Subset,
     TensorDataset,
     WeightedRandomSampler,
+    default_collate,
     random_split,
 )
 from torchmetrics import MeanMetric
@@ -153,6 +156,9 @@ DEFAULTS: dict[str, Any] = {
     "logs_at_end": False,  # of the epoch, and meets the other ranks only there
     "logs_once": False,  # values that only the second batch of an epoch has
     "changes_batch": False,  # a step takes its batch apart
+    "batch_object": False,  # batches are objects of a class of the script's own
+    "teacher": False,  # an average of weights from which the model learns, moved in on_before_zero_grad
+    "normalises": False,  # by what has run through before, in a buffer
     "drifts": False,  # the ranks change their weights in ways of their own
     "spoils": [],  # {"step": 23, "rank": 1, "what": "loss"}, or "gradient"
     "without": None,  # [[epoch, batch]]: what the loader leaves out
@@ -331,6 +337,30 @@ class Data(Dataset):
         return {"x": x, "id": index}
 
 
+class Batch:
+    """A batch as libraries for graphs have them."""
+
+    def __init__(self, samples: list[dict[str, Any]]) -> None:
+        self.fields = default_collate(samples)
+
+    def to(self, device: torch.device, **kwargs: Any) -> Batch:
+        self.fields = {name: each.to(device) for name, each in self.fields.items()}
+        return self
+
+
+class HiddenSampler(BatchSampler):
+    """A batch sampler that keeps the one that divides the data where nobody looks for it."""
+
+    def __init__(self, sampler: Any, batch_size: int, drop_last: bool) -> None:
+        self.inner, self.batch_size, self.drop_last = sampler, batch_size, drop_last
+
+    def __iter__(self) -> Any:
+        return iter(BatchSampler(self.inner, self.batch_size, self.drop_last))
+
+    def __len__(self) -> int:
+        return len(BatchSampler(self.inner, self.batch_size, self.drop_last))
+
+
 class Stream(IterableDataset):
     """Endless for a loader that asks for its length; samples drawn with NumPy."""
 
@@ -349,6 +379,8 @@ def loader(config: dict[str, Any], world_size: int, rank: int) -> Any:
     kind, workers = config["data"], config["workers"]
     keep = {"num_workers": workers, "persistent_workers": config["persistent"] and workers > 0}
     keep |= config["loader"]
+    if config["batch_object"]:
+        keep["collate_fn"] = Batch
     data = Data(size, config["augment"], config)
     if config["folds"]:
         data = Subset(
@@ -365,6 +397,12 @@ def loader(config: dict[str, Any], world_size: int, rank: int) -> Any:
         sampler = DistributedSampler(data, world_size, rank, seed=3) if world_size > 1 else None
         made = DataLoader(data, BATCH, sampler=sampler, shuffle=sampler is None, **keep)
         return made if kind == "own sampler" else CombinedLoader({"x": DataLoader(data, BATCH, shuffle=True, **keep)})
+    if kind == "hidden sampler":
+        sampler = DistributedSampler(data, world_size, rank) if world_size > 1 else RandomSampler(data)
+        return DataLoader(data, batch_sampler=HiddenSampler(sampler, BATCH, False), **keep)
+    if kind == "weighted by a generator":
+        weights, draw = [1.0] * size, torch.Generator().manual_seed(9)
+        return DataLoader(data, BATCH, sampler=WeightedRandomSampler(weights, size, True, draw), **keep)
     if kind == "weighted":
         return DataLoader(data, BATCH, sampler=WeightedRandomSampler([1.0] * size, size, replacement=False), **keep)
     if kind == "sequential":
@@ -444,6 +482,10 @@ class Module(L.LightningModule):
             torch.nn.Linear(width, 1),
         )
         self.register_buffer("average", torch.zeros(()))
+        if config["teacher"]:
+            self.teacher = copy.deepcopy(self.net).requires_grad_(False)
+        if config["normalises"]:
+            self.register_buffer("seen", torch.ones(8))
         self.metric = MeanMetric()
         self.is_watched = False
 
@@ -470,6 +512,9 @@ class Module(L.LightningModule):
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Any:
         rank, step = self.trainer.global_rank, self.trainer.fit_loop.epoch_loop.total_batch_idx
+        own = batch
+        if isinstance(batch, Batch):
+            batch = dict(batch.fields)
         if "x" in batch and isinstance(batch["x"], dict):
             batch = batch["x"]
         if isinstance(batch, list):
@@ -480,6 +525,11 @@ class Module(L.LightningModule):
         if self.config["changes_batch"]:
             batch.pop("id")
             batch["x"].mul_(0.5)
+            if isinstance(own, Batch):
+                own.fields["x"] = batch["x"]
+        if self.config["normalises"]:
+            self.seen.copy_(0.5 * self.seen + 0.5 * batch["x"].abs().mean(0))
+            batch = {**batch, "x": batch["x"] / self.seen}
         if do(self.config, "train", step, rank):
             return None
         flip(self.config, step, rank, self)
@@ -497,6 +547,8 @@ class Module(L.LightningModule):
         if self.config["step_s"]:
             time.sleep(self.config["step_s"])
         loss = spoilt(self.config, step, rank, self.net, self.net(batch["x"]).pow(2).mean())
+        if self.config["teacher"]:
+            loss = loss + (self.net(batch["x"]) - self.teacher(batch["x"])).pow(2).mean()
         self.average.copy_(0.9 * self.average + 0.1 * loss.detach())
         self.metric.update(loss.detach())
         if self.config["logs_once"] and batch_idx == 1:
@@ -505,7 +557,8 @@ class Module(L.LightningModule):
                 self.log(f"once_{reduce}", loss.detach(), **options)
             self.log("once_of_rank", loss.detach(), on_step=False, on_epoch=True)
         self.log("train_metric", self.metric, on_step=False, on_epoch=True)
-        self.log("train_loss", loss, on_step=not self.config["logs_at_end"], on_epoch=True, sync_dist=True)
+        options = {"batch_size": BATCH} if isinstance(own, Batch) else {}
+        self.log("train_loss", loss, on_step=not self.config["logs_at_end"], on_epoch=True, sync_dist=True, **options)
         if self.config["manual"] == "apart":
             first, second = self.optimizers()
             if batch_idx % 4 == 0:
@@ -579,6 +632,11 @@ class Module(L.LightningModule):
                 for parameter in self.parameters():
                     parameter.mul_(0.5)
         do(self.config, "train_end", self.trainer.global_step, self.trainer.global_rank)
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        if self.config["teacher"]:
+            for mine, its in zip(self.net.parameters(), self.teacher.parameters(), strict=True):
+                its.data.lerp_(mine.data, 0.5)
 
     def on_after_backward(self) -> None:
         if self.config["kill_points"] or any(event["at"] == "reduced" for event in self.config["events"]):

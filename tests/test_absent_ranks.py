@@ -17,6 +17,7 @@ from typing import Any
 import lightning.pytorch as L
 import pytest
 import torch
+import torchmetrics
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, TensorDataset
 
 from lightning_resilience._lightning import lightning_metrics
@@ -141,6 +142,15 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "a step that takes its batch apart": {"changes_batch": True},
     "an optimizer that makes several steps": {"lbfgs": True},
     "batch norm": {"batch_norm": True},
+    "batches of a class of its own": {"batch_object": True, "changes_batch": True},
+    "a teacher that is moved before gradients are reset": {"teacher": True, "dropout": 0.0},
+    "a buffer in the loss, and accumulation": {
+        "normalises": True,
+        "trainer": {"max_epochs": 3, "accumulate_grad_batches": 3},
+        "save_every": 1,
+    },
+    "a sampler with a generator": {"data": "weighted by a generator"},
+    "means of other numbers of samples": {"size": 248},
     "accumulation": {"trainer": {"max_epochs": 3, "accumulate_grad_batches": 3}, "save_every": 1},
     "a schedule that needs the data early": {"one_cycle": True, "workers": 1},
     "validation within the epoch": {
@@ -702,3 +712,25 @@ def test_what_was_logged_is_merged() -> None:
     assert merged(logged(3.0, None, "min"), logged(5.0, None, "min"))["value"].item() == 3.0
     assert merged(logged(3.0, None, "sum"), logged(5.0, None, "sum"))["value"].item() == 8.0
     assert merged(logged(0.0, 0.0, "mean", has_reset=True), logged(5.0, 8.0, "mean"))["value"].item() == 5.0
+
+
+def test_states_of_metrics_are_merged_as_they_are_reduced_over_ranks(caplog: pytest.LogCaptureFixture) -> None:
+    class Mean(torchmetrics.Metric):
+        def __init__(self) -> None:
+            super().__init__()
+            self.add_state("mean", torch.tensor(0.0), dist_reduce_fx="mean")
+            self.add_state("own", torch.tensor(0.0), dist_reduce_fx=None)
+
+        def update(self) -> None: ...
+        def compute(self) -> None: ...
+
+    states = [
+        {"state": {"mean": torch.tensor(each), "own": torch.tensor(each)}, "updates": 1} for each in (0.0, 0.0, 6.0)
+    ]
+    with caplog.at_level("WARNING"):
+        merged = lightning_metrics._merged_metric(Mean(), states)
+    assert merged["state"]["mean"].item() == 2.0
+    assert merged["updates"] == 3
+    assert caplog.messages == [
+        "Mean has no reduction over ranks for own: what an absent rank had there is left out in this epoch."
+    ]

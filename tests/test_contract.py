@@ -13,6 +13,7 @@ import pickle
 import pkgutil
 import re
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
@@ -515,6 +516,15 @@ def test_passive_in(cls: type[Any], place: Path, options: dict[str, Any]) -> Non
             plain = weights, during
     assert (weights, during) == plain
     assert during
+
+
+def test_a_package_of_lightning_that_is_imported_later_takes_the_callbacks_of_a_configuration() -> None:
+    program = (
+        "from lightning_resilience import AutoResume; import pytorch_lightning, lightning_resilience\n"
+        "print(issubclass(lightning_resilience.AutoResume, pytorch_lightning.Callback))"
+    )
+    command = [sys.executable, "-W", "ignore", "-c", program]
+    assert subprocess.run(command, capture_output=True, text=True, timeout=120).stdout == "True\n"
 
 
 @each

@@ -181,6 +181,8 @@ ON_RANKS: dict[str, dict[str, Any]] = {
     "workers and validation": {"data": "shuffle", "workers": 2, "validation": True, "plateau": True},
     "data needed early": {"data": "shuffle", "workers": 1, "one_cycle": True},
     "each shuffles its own": {"data": "shuffle", "trainer": {"use_distributed_sampler": False}},
+    "a sampler that is not found": {"data": "hidden sampler"},
+    "a sampler with a generator": {"data": "weighted by a generator"},
 }
 LONG = {
     ("plain", 2),
@@ -189,6 +191,8 @@ LONG = {
     ("data needed early", 4),
     ("workers and validation", 4),
     ("each shuffles its own", 4),
+    ("a sampler that is not found", 4),
+    ("a sampler with a generator", 4),
 }
 
 

@@ -49,7 +49,7 @@ NAMES: dict[str, tuple[Callable[[Any], Any], set[str]]] = {
     ),
     "automatic optimization": (
         lambda t: t.fit_loop.epoch_loop.automatic_optimization,
-        {"_make_closure", "_training_step"},
+        {"_make_closure", "_on_before_zero_grad", "_optimizer_zero_grad", "_training_step"},
     ),
     "its closure": (
         lambda t: importlib.import_module(f"{package_of(t)}.loops.optimization.automatic").Closure(lambda: None),
@@ -105,6 +105,7 @@ NAMES: dict[str, tuple[Callable[[Any], Any], set[str]]] = {
         lambda t: importlib.import_module(f"{package_of(t)}.loops.fetchers")._PrefetchDataFetcher(),
         {"done", "fetched", "length", "teardown"},
     ),
+    "logged values": (lambda t: t.fit_loop.epoch_loop._results, {"batch", "batch_size"}),
     "logged value": (
         lambda t: next(iter(t.fit_loop.epoch_loop._results.values())),
         {"_forward_cache", "_update_count", "cumulated_batch_size", "has_reset", "is_tensor", "meta", "value"},

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import logging
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -17,6 +19,8 @@ from lightning_resilience.checkpoint.safe_serialization import map_nested
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
+
+log = logging.getLogger(__name__)
 
 
 class LoggedValues:
@@ -214,10 +218,24 @@ def merged_metric_states(trainer: Trainer, module: LightningModule, states: Sequ
     for state in states[1:]:
         for key, other in state["results"].items():
             results[key] = _merged_result(results[key], other) if key in results else other
-        for name, metric in named_metrics(trainer, module):
-            if (other := state["modules"].get(name)) is not None:
-                modules[name] = _merged_metric(metric, modules[name], other) if name in modules else other
+    for name, metric in named_metrics(trainer, module):
+        if of_metric := [each["modules"][name] for each in states if name in each["modules"]]:
+            modules[name] = _merged_metric(metric, of_metric)
     return {**states[0], "results": results, "modules": modules}
+
+
+def average_counts_exactly(trainer: Trainer, patches: Patches) -> None:
+    """Has the mean of whole numbers over ranks keep its fraction: ranks that train for others have seen more samples.
+
+    Lightning divides a mean by that of how many samples it is of.
+    """
+    reduce = trainer.strategy.reduce
+
+    def reduced(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        is_whole = isinstance(tensor, torch.Tensor) and not (tensor.is_floating_point() or tensor.is_complex())
+        return reduce(tensor.float() if is_whole else tensor, *args, **kwargs)
+
+    patches.set(trainer.strategy, "reduce", reduced)
 
 
 def _merged_result(mine: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
@@ -233,19 +251,23 @@ def _merged_result(mine: dict[str, Any], other: dict[str, Any]) -> dict[str, Any
     return merged
 
 
-def _merged_metric(metric: Metric, mine: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    """Of two states of a metric, as torchmetrics reduces them over ranks."""
-    state = {}
-    for key, value in mine["state"].items():
-        theirs = other["state"][key]
+def _merged_metric(metric: Metric, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Of states of a metric, as torchmetrics reduces them over ranks."""
+    merged, left_out = {}, []
+    for key, mine in states[0]["state"].items():
+        values = [each["state"][key] for each in states]
         reduce: Any = metric._reductions[key]
-        if isinstance(value, list):
-            state[key] = [*value, *theirs]
+        if isinstance(mine, list):
+            merged[key] = list(itertools.chain(*values))
         elif reduce is None:
-            state[key] = value
+            merged[key] = mine
+            left_out += [] if all(torch.equal(mine, each) for each in values) else [key]
         else:
-            state[key] = reduce(torch.stack([value, theirs]))
-    return {**mine, "state": state, "updates": mine["updates"] + other["updates"]}
+            merged[key] = reduce(torch.stack(values))
+    if left_out:
+        what = f"{type(metric).__name__} has no reduction over ranks for {', '.join(left_out)}"
+        log.warning("%s: what an absent rank had there is left out in this epoch.", what)
+    return {**states[0], "state": merged, "updates": sum(each["updates"] for each in states)}
 
 
 def named_metrics(trainer: Trainer, module: LightningModule) -> Iterator[tuple[str, Metric]]:

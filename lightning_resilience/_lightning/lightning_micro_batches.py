@@ -33,12 +33,13 @@ if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
 
-def why_not(trainer: Trainer, loader: Any) -> str | None:
+def why_not(trainer: Trainer, loader: Any, before: int = 0) -> str | None:
     """Why the data of a loader cannot be divided among more ranks than there are processes; ``None`` if they can.
 
     Args:
         trainer: The Trainer.
         loader: The script's, or what the Trainer has made of it.
+        before: How many ranks there were when the script may have made it.
     """
     if not isinstance(loader, DataLoader):
         return f"{type(loader).__name__} is no DataLoader of torch's"
@@ -49,17 +50,14 @@ def why_not(trainer: Trainer, loader: Any) -> str | None:
     if sized_len(loader) is None:
         return "it is not known how many batches there are"  # Lightning fetches one ahead, then
     if isinstance(loader.sampler, DistributedSampler):
-        counts = {trainer.world_size, _parts(trainer, None)}
+        counts = {trainer.world_size, _parts(trainer, None), max(before, trainer.world_size)}
+        if _wrapped(loader.sampler) is not None:
+            return None
         if type(loader.sampler) is not DistributedSampler or loader.sampler.num_replicas not in counts:
             return f"the script's {type(loader.sampler).__name__} divides them in a way of its own"
-    elif not divides_data(trainer):
+    elif not trainer._accelerator_connector.use_distributed_sampler:
         return "the Trainer has use_distributed_sampler=False"
     return None
-
-
-def divides_data(trainer: Trainer) -> bool:
-    """Whether Lightning divides the data of the script among ranks; else each rank has an order of its own."""
-    return bool(trainer._accelerator_connector.use_distributed_sampler)
 
 
 def _parts(trainer: Trainer, sampler: Any) -> int:
@@ -91,11 +89,14 @@ def order_of(sampler: Any) -> Order:
     return [type(sampler).__name__, *([type(inner).__name__] if (inner := _wrapped(sampler)) is not None else [])]
 
 
-def orders(trainer: Trainer) -> list[Order]:
-    """Those of the training data."""
+def orders(trainer: Trainer) -> list[Order | None]:
+    """Those of the training data; ``None``: each of several ranks has one of its own, which no other can take over."""
     combined = trainer.fit_loop._combined_loader
     loaders: list[Any] = [] if combined is None else combined.flattened
-    return [order_of(_sampler(each) if isinstance(each, DataLoader) else each) for each in loaders]
+    samplers = [_sampler(each) if isinstance(each, DataLoader) else each for each in loaders]
+    of_many = [trainer.world_size > 1 and not isinstance(each, _BegunByOne) for each in samplers]
+    known = map(order_of, samplers)
+    return [None if many and is_of_one(order) else order for many, order in zip(of_many, known, strict=True)]
 
 
 def is_of_one(order: Order | None) -> bool:
@@ -106,6 +107,12 @@ def is_of_one(order: Order | None) -> bool:
 def _wrapped(sampler: Any) -> Any:
     """What Lightning has wrapped, to divide it."""
     return getattr(getattr(sampler, "dataset", None), "_sampler", None)
+
+
+def wrapped_samplers(loaders: Sequence[Any]) -> list[Any]:
+    """The script's samplers that Lightning has wrapped."""
+    found = (_wrapped(_sampler(each)) for each in loaders if isinstance(each, DataLoader))
+    return [each for each in found if each is not None]
 
 
 @dataclass(frozen=True)
@@ -183,7 +190,7 @@ class TrainingData:
         if not is_in_progress:
             orders = [None if is_of_one(each) else each for each in orders]
         reasons = (
-            why_not(self._trainer, each)
+            why_not(self._trainer, each, self._division.before)
             or self._why_not_smaller(each)
             or (self._why_not_in_order(each, order) if is_in_progress else None)
             for each, order in zip(loaders, orders, strict=True)
@@ -220,7 +227,7 @@ class TrainingData:
 
     def _alike(self, loader: DataLoader[Any]) -> int:
         """How many ranks in a row have the same samples."""
-        return int(self._trainer.world_size) // _parts(self._trainer, loader.sampler)
+        return max(1, int(self._trainer.world_size) // _parts(self._trainer, loader.sampler))
 
     def _why_not_in_order(self, loader: DataLoader[Any], order: Order | None) -> str | None:
         if order is None:
@@ -279,7 +286,8 @@ class TrainingData:
         for number in range(len(self._ranks) - 1):
             loaders = [self._others[own][number] for own in combined.flattened]
             for own, loader in zip(combined.flattened, loaders, strict=True):
-                _sampler(loader).set_epoch(_sampler(own).epoch)
+                if (epoch := getattr(_sampler(own), "epoch", None)) is not None:
+                    _sampler(loader).set_epoch(epoch)
             other = copy.copy(combined)
             other._iterator = None
             other.flattened = loaders
@@ -337,8 +345,11 @@ def _sampler(loader: Any) -> Any:
 
 
 def _copied(batch: Any) -> Any:
-    """A batch whose containers and tensors are others."""
-    return apply_to_collection(batch, torch.Tensor, torch.clone)
+    """A batch whose objects are others."""
+    try:
+        return copy.deepcopy(batch)
+    except RuntimeError:  # a tensor with a gradient
+        return apply_to_collection(batch, torch.Tensor, torch.clone)
 
 
 @contextmanager
@@ -366,7 +377,7 @@ def add_micro_batches(
     trainer: Trainer,
     patches: Patches,
     others: Callable[[], list[MicroBatch]],
-    begin: Callable[[], None],
+    begin: Callable[[bool], None],
     own: Callable[[], None],
     share: float,
 ) -> None:
@@ -378,12 +389,13 @@ def add_micro_batches(
         trainer: A Trainer whose module uses automatic optimization.
         patches: What undoes it.
         others: Gives the batches of the others; as many in all processes.
-        begin: Called before the first pass of a step; an optimizer such as LBFGS makes all of them several times.
+        begin: Called before the first pass of a batch, with whether an accumulation window begins; an optimizer such as
+            LBFGS makes all of them several times.
         own: Called before the forward pass of this rank's batch.
         share: What the losses are multiplied by, so that the mean over processes is that over ranks.
     """
     optimization: Any = trainer.fit_loop.epoch_loop.automatic_optimization
-    make = optimization._make_closure
+    make, connector = optimization._make_closure, trainer._logger_connector
 
     def unreduced() -> AbstractContextManager[Any]:
         strategy: Any = trainer.strategy
@@ -401,6 +413,11 @@ def add_micro_batches(
             result.closure_loss = result.closure_loss * factor
         return result
 
+    def weighed(batch: Any) -> None:
+        """What is logged weighs as much as ``batch`` has samples."""
+        results: Any = trainer.fit_loop.epoch_loop._results
+        results.batch, results.batch_size = batch, None
+
     def make_closure(kwargs: OrderedDict[str, Any], optimizer: Any, batch_idx: int) -> Any:
         closure = make(kwargs, optimizer, batch_idx)
         step, backward, zero_grad = closure._step_fn, closure._backward_fn, closure._zero_grad_fn
@@ -408,18 +425,24 @@ def add_micro_batches(
 
         def all_steps() -> Any:
             if zero_grad is not None:
-                zero_grad()
-            begin()
+                optimization._optimizer_zero_grad(batch_idx, optimizer)
+            begin(zero_grad is not None)
             for batch, context in batches:
                 with context(), unreduced():
                     # A step may change its batch, and that of this rank is yet to come.
                     taken = _copied(kwargs["batch"]) if batch is None else on_device(batch)
+                    weighed(taken)
                     given = OrderedDict(kwargs, batch=taken)
                     result = scaled(optimization._training_step(given), 0.0 if batch is None else share)
                     if backward is not None and result.closure_loss is not None:
                         backward(result.closure_loss)
+                connector._first_loop_iter = False  # or what an epoch's first batch logs would be reset by each pass
+            weighed(kwargs["batch"])
             own()
-            return scaled(step(), share)
+            result = step()
+            if zero_grad is not None:  # its hook comes between the forward and the backward pass, as it always does
+                optimization._on_before_zero_grad(optimizer)
+            return scaled(result, share)
 
         closure._step_fn, closure._zero_grad_fn = all_steps, None
         return closure

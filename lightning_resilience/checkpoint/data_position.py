@@ -116,7 +116,11 @@ def _draw_seed(generator: torch.Generator) -> None:
 
 
 def loader_generators(loaders: Iterable[Any]) -> list[torch.Generator]:
-    """The generators that the user gave to data loaders or samplers, each once, in a fixed order."""
+    """The generators that the user gave to data loaders or samplers, each once, in a fixed order.
+
+    Args:
+        loaders: Loaders, or samplers that are in none of them.
+    """
     found: dict[int, torch.Generator] = {}
     for loader in loaders:
         sampler = getattr(loader, "sampler", None)

@@ -131,6 +131,8 @@ class AbsentRanks:
         self._batches_before: int | None = None  # how many batches of all epochs were done when the training continued
         self._buffers: list[torch.Tensor] = []
         self._begun: list[torch.Tensor] | None = None
+        self._buffers_of: dict[int, list[torch.Tensor]] = {}  # behind the last batch of an accumulation window
+        self._next: int | None = None  # whose forward pass comes next, where it is that of an absent rank
         self._is_next = False
         self._hook: RemovableHandle | None = None
         self._patches: Patches | None = patches
@@ -156,7 +158,7 @@ class AbsentRanks:
         """The training data are set up."""
         if (patches := self._patches) is not None:
             self._patches = None
-            passes = self._micro_batches, self._begin_step, self._expect_forward
+            passes = self._micro_batches, self._begin_batch, self._expect_forward
             lightning_micro_batches.add_micro_batches(self._trainer, patches, *passes, self.share)
 
     def leave(self) -> None:
@@ -257,8 +259,10 @@ class AbsentRanks:
         most = -(-self.before // self._trainer.world_size) - 1
         return batches + [(None, self._in_vain) for _ in range(most - len(batches))]
 
-    def _begin_step(self) -> None:
+    def _begin_batch(self, begins_window: bool) -> None:
         self._begun = None
+        if begins_window:
+            self._buffers_of = {}
 
     def _begin_epoch(self, done: int) -> None:
         is_resuming, self._is_resuming = self._is_resuming, False
@@ -310,9 +314,11 @@ class AbsentRanks:
 
     @contextmanager
     def _in_place_of(self, rank: int) -> Iterator[None]:
-        self._expect_forward()
+        self._expect_forward(rank)
         with self._random_state_of(rank):
             yield
+        if self._trainer.accumulate_grad_batches > 1:
+            self._buffers_of[rank] = [each.clone() for each in self._buffers]
 
     @contextmanager
     def _in_vain(self) -> Iterator[None]:
@@ -326,8 +332,9 @@ class AbsentRanks:
             self.is_in_vain = False
         self._set_random_state(before)
 
-    def _expect_forward(self) -> None:
-        """The forward pass of a rank comes next."""
+    def _expect_forward(self, rank: int | None = None) -> None:
+        """The forward pass of an absent rank comes next, or one of this rank."""
+        self._next = rank
         if not self._buffers and (buffers := list(self._trainer.lightning_module.buffers())):
             self._buffers = buffers
             if lightning_strategies.ddp_wrapper(self._trainer) is not None:
@@ -339,16 +346,19 @@ class AbsentRanks:
             self._before_forward()
 
     def _before_forward(self) -> None:
-        """Each rank begins a step with the buffers of rank 0; under DDP they have come right before."""
+        """Each rank begins an accumulation window with the buffers of rank 0; under DDP they have come right before.
+
+        Within one it goes on with its own.
+        """
         if not self._is_next:
             return
         self._is_next = False
         with torch.no_grad():
             if self._begun is None:
                 self._begun = [each.clone() for each in self._buffers]
-            else:
-                for buffer, begun in zip(self._buffers, self._begun, strict=True):
-                    buffer.copy_(begun)
+            theirs = self._begun if self._next is None else self._buffers_of.get(self._next, self._begun)
+            for buffer, begun in zip(self._buffers, theirs, strict=True):
+                buffer.copy_(begun)
 
 
 def _seeding(state: RandomState) -> list[torch.Tensor]:

@@ -199,9 +199,9 @@ class ExactState:
         data_position.set_random_state(state, self.fit.trainer.strategy.root_device, self._generators())
 
     def _generators(self) -> list[torch.Generator]:
-        return data_position.loader_generators(
-            [*lightning_data.train_loaders(self.fit.trainer), *lightning_data.validation_loaders(self.fit.trainer)]
-        )
+        trainer = self.fit.trainer
+        loaders = [*lightning_data.train_loaders(trainer), *lightning_data.validation_loaders(trainer)]
+        return data_position.loader_generators([*loaders, *lightning_micro_batches.wrapped_samplers(loaders)])
 
     def extra_state(self) -> dict[str, Stateful]:
         """State of participants and loggers of this rank, by name."""
@@ -286,6 +286,8 @@ class ExactState:
         is_over = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]["is_last_batch"]
         in_progress = epoch if own["fetched"] and not is_over else None
         mine = self._divide(own, before, in_progress, f"{path} was saved by a run of {before} ranks")
+        if trainer.world_size > 1 and (saved_by, before) != (trainer.world_size,) * 2:
+            lightning_metrics.average_counts_exactly(trainer, self.loading)
         if self._absent is not None:
             self._absent.resume(states)
         of_others = [states[rank] for rank in range(self.fit.rank + trainer.world_size, before, trainer.world_size)]
@@ -322,8 +324,7 @@ class ExactState:
         trainer = self.fit.trainer
         world, share = trainer.world_size, Fraction(own["batch_share"])
         orders = own.get("orders")
-        can_be_of_one = world > 1 and epoch is not None and lightning_micro_batches.divides_data(trainer)
-        is_begun_by_one = can_be_of_one and any(map(lightning_micro_batches.is_of_one, orders or ()))
+        is_begun_by_one = world > 1 and epoch is not None and any(map(lightning_micro_batches.is_of_one, orders or ()))
         self._was = before, f"{what} and is resumed by {world}"
         if before == world and share == 1 and not is_begun_by_one:
             return own
