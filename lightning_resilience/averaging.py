@@ -22,6 +22,8 @@ _BUCKET_BYTES = 64 << 20
 
 _LONGEST_POLL_S = 0.01
 
+_NOTHING: Callable[[], None] = lambda: None  # noqa: E731
+
 
 class RanksDiffer(RuntimeError):
     """Ranks hold tensors that do not belong together."""
@@ -40,6 +42,7 @@ def meet(place: tuple[int, int], named: Mapping[str, Any], device: torch.device,
 
     Raises:
         RanksDiffer: On every rank, if they are not at the same place, or do not hold the same.
+        RuntimeError: If not all have come within the process group's timeout.
     """
     if not _has_peers():
         return
@@ -52,7 +55,13 @@ def meet(place: tuple[int, int], named: Mapping[str, Any], device: torch.device,
         waiting()
         time.sleep(wait_s)
         wait_s = min(2 * wait_s, _LONGEST_POLL_S)
-    work.wait()  # it may have failed
+    try:
+        work.wait()
+    except RuntimeError as error:
+        raise RuntimeError(
+            "Not all ranks have come to the exchange: one has failed, or is later than the process group waits (30 "
+            f"minutes; DDPStrategy(timeout=...) allows more). {error}"
+        ) from error
     largest, smallest = extremes[:3].tolist(), (-extremes[3:]).tolist()
     if largest[:2] != smallest[:2]:
         raise RanksDiffer(
@@ -71,7 +80,7 @@ def _kind(value: Any) -> Any:
     return (tuple(value.shape), value.stride(), value.dtype) if isinstance(value, torch.Tensor) else value
 
 
-def average(tensors: Iterable[torch.Tensor], device: torch.device) -> None:
+def average(tensors: Iterable[torch.Tensor], device: torch.device, advanced: Callable[[], None] = _NOTHING) -> None:
     """Replaces tensors by their means over all ranks, in place; what holds no fractions by that of rank 0.
 
     Means are taken in float32 at least, of single numbers in float64. All ranks get the same bits. A collective, of
@@ -80,6 +89,7 @@ def average(tensors: Iterable[torch.Tensor], device: torch.device) -> None:
     Args:
         tensors: Of the same shapes and types on all ranks, in the same order.
         device: Where ranks send from: an optimizer may keep some of its tensors elsewhere.
+        advanced: Called after each message: there may be many, over a slow link.
     """
     given = [torch.view_as_real(each) if each.is_complex() else each for each in map(torch.Tensor.detach, tensors)]
     if _has_peers():
@@ -90,11 +100,12 @@ def average(tensors: Iterable[torch.Tensor], device: torch.device) -> None:
             dist.all_reduce(together)
             together /= dist.get_world_size()
             _put_back(together, pieces)
-        take_from_rank_0((each for each in given if not each.is_floating_point()), device)
+            advanced()
+        take_from_rank_0((each for each in given if not each.is_floating_point()), device, advanced)
 
 
 def average_numbers(places: Sequence[tuple[Any, Any]], device: torch.device) -> None:
-    """The same for numbers in dictionaries and lists; whole numbers stay whole.
+    """The same for numbers in dictionaries and lists; whole numbers stay whole, and what is the same stays as it is.
 
     Args:
         places: The containers, and the keys or indices in them.
@@ -103,25 +114,39 @@ def average_numbers(places: Sequence[tuple[Any, Any]], device: torch.device) -> 
     if _has_peers() and places:
         wide = torch.float32 if device.type == "mps" else torch.float64
         numbers = torch.tensor([float(container[key]) for container, key in places], dtype=wide, device=device)
+        extremes = torch.stack([numbers, -numbers])
+        dist.all_reduce(extremes, dist.ReduceOp.MAX)
         dist.all_reduce(numbers)
-        for (container, key), mean in zip(places, (numbers / dist.get_world_size()).tolist(), strict=True):
-            container[key] = round(mean) if isinstance(container[key], int) else mean
+        differs = (extremes[0] != -extremes[1]).tolist()
+        means = (numbers / dist.get_world_size()).tolist()
+        for (container, key), mean, changes in zip(places, means, differs, strict=True):
+            if changes:
+                container[key] = round(mean) if isinstance(container[key], int) else mean
 
 
-def take_from_rank_0(tensors: Iterable[torch.Tensor], device: torch.device) -> None:
+def take_from_rank_0(
+    tensors: Iterable[torch.Tensor], device: torch.device, advanced: Callable[[], None] = _NOTHING
+) -> None:
     """Replaces tensors by those of rank 0, in place; arguments as for :func:`average`. A collective."""
     if _has_peers():
         for pieces in _buckets(map(torch.Tensor.detach, tensors)):
             together = _together(pieces, device, pieces[0].dtype)
             dist.broadcast(together, 0)
             _put_back(together, pieces)
+            advanced()
 
 
-def differing(tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
+def differing(
+    tensors: Sequence[torch.Tensor], device: torch.device, advanced: Callable[[], None] = _NOTHING
+) -> list[torch.Tensor]:
     """Those that are not the same on all ranks, bit for bit; arguments as for :func:`average`. A collective."""
     if not _has_peers() or not tensors:
         return []
-    digests = torch.tensor([int(digest_of([each])[:15], 16) for each in tensors], device=device)
+    numbers = []
+    for each in tensors:
+        numbers.append(int(digest_of([each])[:15], 16))
+        advanced()
+    digests = torch.tensor(numbers, device=device)
     extremes = torch.stack([digests, -digests])
     dist.all_reduce(extremes, dist.ReduceOp.MAX)
     differs = (extremes[0] != -extremes[1]).tolist()
@@ -132,9 +157,12 @@ def kept_by(optimizers: Iterable[Optimizer]) -> Iterator[tuple[str, Any, Any]]:
     """Where optimizers keep what they know: a name, the container, the key or index in it. The same on all ranks.
 
     The order of ``optimizer.state`` is that in which parameters have had their first gradients, perhaps on this rank
-    alone.
+    alone. Some keep what they have learnt in their groups, as Prodigy its step size; learning rates are schedules'.
     """
     for number, optimizer in enumerate(optimizers):
+        for index, group in enumerate(optimizer.param_groups):
+            for setting in sorted(group.keys() - {"params", "lr"}):
+                yield from _places(f"{number}.group {index}.{setting}", group, setting)
         parameters = [each for group in optimizer.param_groups for each in group["params"]]
         for index, parameter in enumerate(parameters):
             if parameter in optimizer.state:
@@ -199,7 +227,18 @@ class OuterStep:
     def __init__(self, parameters: Mapping[str, torch.Tensor], make: MakeOptimizer) -> None:
         self._parameters = dict(parameters)
         self._anchors = [each.detach().clone().requires_grad_() for each in self._parameters.values()]
+        self._make = make
         self._optimizer = make(self._anchors)
+
+    def extend(self, parameters: Mapping[str, torch.Tensor]) -> None:
+        """Takes over parameters that were not trained before."""
+        known = {id(each) for each in self._parameters.values()}  # one that is pruned has got another name
+        if new := {name: each for name, each in parameters.items() if id(each) not in known}:
+            state = self._optimizer.state
+            self._parameters |= new
+            self._anchors += [each.detach().clone().requires_grad_() for each in new.values()]
+            self._optimizer = self._make(self._anchors)
+            self._optimizer.state.update(state)
 
     @torch.no_grad()
     def begin(self) -> None:

@@ -10,11 +10,13 @@ import os
 import re
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import lightning.pytorch as L
 import pytest
 import torch
+import torch.nn.utils.prune
 from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.utils.data import DataLoader, TensorDataset
@@ -22,7 +24,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_resilience import LocalSGD, NaNGuard, averaging
 from lightning_resilience._lightning import lightning_strategies
 from lightning_resilience.agreement import PeerLost
-from lightning_resilience.averaging import OuterStep, RanksDiffer, average, average_numbers, differing, meet
+from lightning_resilience.averaging import OuterStep, RanksDiffer, average, average_numbers, differing, kept_by, meet
 from lightning_resilience.fit.exchanges import Exchanges
 from lightning_resilience.fit.numerics_policy import NumericsPolicy
 from lightning_resilience.run.run_directory import RunDirectory
@@ -314,20 +316,29 @@ def test_whatever_ranks_hold_is_the_same_behind_an_exchange(
     assert any("ema" in name for name in first[0])
 
 
-def train_unevenly(rank: int, folder: Path, port: int) -> None:
+def train_unevenly(rank: int, folder: Path, port: int, epochs: int, count: int, validates: bool) -> None:
     as_rank(rank, 2, port)
     trainer = L.Trainer(
-        max_epochs=3, accelerator="cpu", devices=2, strategy="ddp", logger=False, enable_progress_bar=False,
+        max_epochs=epochs, accelerator="cpu", devices=2, strategy="ddp", logger=False, enable_progress_bar=False,
         enable_model_summary=False, default_root_dir=folder, use_distributed_sampler=False, enable_checkpointing=False,
         callbacks=[LocalSGD(3, run_dir=folder / "run")],
     )  # fmt: skip
+    data = DataLoader(TensorDataset(torch.cat(batches(rank)[: count - rank])), 3)
+    held_out = DataLoader(TensorDataset(torch.ones(3, 4)), 3) if validates else None
     with pytest.raises((RanksDiffer, PeerLost)) as raised:
-        trainer.fit(Apart(), DataLoader(TensorDataset(torch.cat(batches(rank)[: BATCHES - rank])), 3))
+        trainer.fit(Apart(), data, held_out)
     (folder / f"rank-{rank}").write_text(str(raised.value))
 
 
-def test_ranks_whose_epochs_end_at_other_steps_do_not_mix_them(tmp_path: Path) -> None:
-    run_ranks(train_unevenly, tmp_path, free_port())
+@pytest.mark.parametrize(
+    ("epochs", "count", "validates"),
+    [(3, BATCHES, False), (1, 7, False), (2, 7, True)],
+    ids=["later", "at once", "at a validation"],
+)
+def test_ranks_whose_epochs_end_at_other_steps_do_not_mix_them(
+    tmp_path: Path, epochs: int, count: int, validates: bool
+) -> None:
+    run_ranks(train_unevenly, tmp_path, free_port(), epochs, count, validates)
     said = [(tmp_path / f"rank-{rank}").read_text() for rank in range(2)]
     assert any("All need epochs of the same length" in each for each in said), said
 
@@ -352,7 +363,9 @@ def mix(rank: int, folder: Path, port: int) -> None:
         torch.tensor(2.0**24 + 2 * rank),
         torch.full((30,), rank * 2.0).double()[::2],
     ]
-    average(mixed, host)
+    sent: list[None] = []
+    average(mixed, host, lambda: sent.append(None))
+    assert len(sent) > 10, "a watchdog is told after each message"
     numbers = {"whole": 4 + rank, "list": [1.0 + rank]}
     average_numbers([(numbers, "whole"), (numbers["list"], 0)], host)
     alike, other = torch.rand(5, generator=torch.Generator().manual_seed(3)), torch.full((5,), float(rank))
@@ -407,6 +420,43 @@ def come_together(rank: int, folder: Path, port: int) -> None:
 def test_ranks_wait_for_each_other_and_look_whether_they_belong_together(tmp_path: Path) -> None:
     run_ranks(come_together, tmp_path, free_port())
     assert len(list(tmp_path.glob("[01]"))) == 2
+
+
+def test_what_optimizers_keep_in_their_groups_is_exchanged() -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], 0.1, momentum=0.9)
+    optimizer.param_groups[0].update(d=0.5, lr=torch.tensor(0.1))
+    kept = {name: container[key] for name, container, key in kept_by([optimizer])}
+    assert kept["0.group 0.d"] == 0.5
+    assert kept["0.group 0.momentum"] == 0.9
+    assert not [name for name in kept if name.endswith((".lr", ".params"))]
+
+
+def test_an_outer_optimizer_takes_over_what_is_unfrozen() -> None:
+    first, second = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2))
+    outer = OuterStep({"first": first}, DILOCO)
+    alone = OuterStep({"copy": (copied := torch.nn.Parameter(torch.ones(2)))}, DILOCO)
+    for number in range(3):
+        if number:
+            outer.extend({"renamed": first, "second": second})
+        for each in (outer, alone):
+            each.begin()
+        with torch.no_grad():
+            for parameter in (first, copied, second):
+                parameter -= 1.0
+        for each in (outer, alone):
+            each.take()
+    assert first.tolist() == copied.tolist(), "its moments are kept"
+    assert second.tolist() != [-2.0, -2.0], "it makes steps of the outer optimizer, too"
+    assert outer.state_dict()["parameters"] == ["first", "second"]
+
+
+def test_the_outer_state_of_a_parameter_that_was_pruned_since_is_found() -> None:
+    module = torch.nn.Linear(2, 2)
+    torch.nn.utils.prune.identity(module, "weight")
+    exchanges = SimpleNamespace(session=SimpleNamespace(fit=SimpleNamespace(module=module)))
+    assert Exchanges._named(exchanges, "weight") is module.weight_orig  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="was saved with gone, which is no parameter now"):
+        Exchanges._named(exchanges, "gone")  # type: ignore[arg-type]
 
 
 def test_an_outer_optimizer_moves_only_what_was_trained() -> None:

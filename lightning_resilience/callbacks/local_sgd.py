@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,8 @@ from lightning_resilience.fit.session import FitSession
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
+
+log = logging.getLogger(__name__)
 
 _STATE = "LocalSGD"
 
@@ -91,3 +94,5 @@ class LocalSGD(SessionCallback):
         exchanges = self._participant
         if session_of(trainer, self) and isinstance(exchanges, Exchanges):
             exchanges.loaded = checkpoint.get(_STATE)
+            if exchanges.loaded is None and self.outer_optimizer is not None and trainer.is_global_zero:
+                log.info("The checkpoint holds no state of the outer optimizer, which begins anew.")

@@ -99,12 +99,17 @@ class Exchanges(Participant):
         if self._make_outer is not None:
             trained = self._trained()
             if self.loaded is not None:  # some may have been added to an optimizer since it was made
-                now = dict(self.session.fit.module.named_parameters())
-                trained = {name: now[name] for name in self.loaded["parameters"]}
+                trained = {name: self._named(name) for name in self.loaded["parameters"]}
             self._outer = OuterStep(trained, self._make_outer)
             if self.loaded is not None:
                 self._outer.load_state_dict(self.loaded)
         self.loaded = None
+
+    def _named(self, name: str) -> torch.nn.Parameter:
+        now = dict(self.session.fit.module.named_parameters())
+        if (found := now.get(name, now.get(f"{name}_orig"))) is None:  # so torch calls one that it has pruned
+            raise ValueError(f"LocalSGD: the outer optimizer was saved with {name}, which is no parameter now.")
+        return found
 
     def _trained(self) -> dict[str, torch.nn.Parameter]:
         """What optimizers hold, or may be given: it may be frozen at the moment."""
@@ -124,6 +129,7 @@ class Exchanges(Participant):
         if self._begun_at is None:
             self._begun_at = time.monotonic()
             if self._outer is not None:
+                self._outer.extend(self._trained())
                 self._outer.begin()
 
     def before_batch_end(self) -> None:
@@ -144,11 +150,22 @@ class Exchanges(Participant):
 
     def before_evaluation(self) -> None:
         """All ranks evaluate the same weights."""
-        self._exchange()
+        self._exchange_or_meet()
 
     def at_end_of_epoch(self) -> None:
         """The end of an epoch, or of the training, finds the same weights on all ranks."""
+        self._exchange_or_meet()
+
+    def _exchange_or_meet(self) -> None:
+        """One whose epoch is shorter may have nothing to exchange here, while others are in the midst of theirs."""
+        if self._steps == 0:
+            self._meet({})
         self._exchange()
+
+    def _meet(self, named: dict[str, Any]) -> None:
+        fit, trainer = self.session.fit, self.session.fit.trainer
+        place = fit.steps_counted, trainer.global_step
+        meet(place, named, trainer.strategy.root_device, fit.advanced)
 
     def _before_save(self, path: str) -> bool:
         """Another callback saves: what all ranks have trained. Behind an error they no longer meet."""
@@ -178,11 +195,11 @@ class Exchanges(Participant):
                 numbers.append((container, key))
         rates = [group.get("lr") for optimizer in trainer.optimizers for group in optimizer.param_groups]
         known["learning rates"] = [float(each) for each in rates if each is not None]
-        meet((fit.steps_counted, trainer.global_step), {**tensors, **known}, device, fit.advanced)
+        self._meet({**tensors, **known})
         rest = [each for name, each in fit.module.named_parameters() if name not in tensors]
-        average([*tensors.values(), *differing(rest, device)], device)
+        average([*tensors.values(), *differing(rest, device, fit.advanced)], device, fit.advanced)
         average_numbers(numbers, device)
-        take_from_rank_0(lightning_strategies.broadcast_buffers(trainer), device)
+        take_from_rank_0(lightning_strategies.broadcast_buffers(trainer), device, fit.advanced)
         if self._outer is not None:
             self._outer.take()
         self._have_exchanged()
