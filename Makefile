@@ -5,6 +5,7 @@ READY := .venv/.ready
 # Newer NVRx wheels want a newer glibc than many machines have. Their Python files run anywhere.
 NVRX_LATEST := 0.7.0
 LATEST := .nvrx-latest
+REWRITTEN := tests/__pycache__/.rewritten
 NEMO_RUN := .nemo-run
 # The ends of what pyproject.toml claims, each in an environment of its own. torch takes 6 GB in each, unless pip is given
 # a place with CPU builds (PIP_FIND_LINKS, PIP_EXTRA_INDEX_URL).
@@ -38,17 +39,17 @@ demo: $(READY) ## Watch a training survive ten faults (4 to 5 minutes)
 # More processes than cores wait for one another, and some tests have limits that such a crowd can break. What failed
 # is therefore run again, alone: what fails then too has failed. What does not is a test to be mended, and is named.
 define run-tests
-$(BIN)/python -m pytest -n 6 --dist worksteal -rf -m '$(1)' || { \
+$(BIN)/python -m pytest -n $(2) --dist worksteal -rf -m '$(1)' || { \
 	[ $$? = 1 ] && echo "Some tests failed beside others. Once more, alone:" && \
 	$(BIN)/python -m pytest -m '$(1)' -v -x -rA --show-capture=no --last-failed --last-failed-no-failures none; \
 }
 endef
 
-test: $(READY) .venv/.as-on-gpu ## Run the fast tests: everything that can fail differently, once (5 minutes on 2 cores)
-	@$(call run-tests,not slow and not campaign and not slurm)
+test: $(REWRITTEN) .venv/.as-on-gpu ## Run the fast tests: everything that can fail differently, once (5 minutes on 2 cores)
+	@$(call run-tests,not slow and not campaign and not slurm,4)
 
-test-all: $(READY) .venv/.as-on-gpu ## Run all tests but the campaigns and those on a real Slurm (half an hour on 2 cores)
-	@$(call run-tests,not campaign and not slurm)
+test-all: $(REWRITTEN) .venv/.as-on-gpu ## Run all tests but the campaigns and those on a real Slurm (half an hour on 2 cores)
+	@$(call run-tests,not campaign and not slurm,6)
 
 test-kills: $(READY) ## The long tests: kills at random instants, every signal, every hang, every drill
 	@$(BIN)/python -m pytest -m campaign --timeout=1800
@@ -139,6 +140,11 @@ $(NEMO_RUN)/.ready: $(READY) Makefile
 	$(BIN)/pip install -qq --disable-pip-version-check --target $$own nemo-run==0.11.1 leptonai==0.27.3; \
 	echo "import site; site.addsitedir('$$base')" > $$own/base.pth
 	@touch $@
+
+# What pytest makes of the tests' asserts is kept, but the workers would each make all of it at the same time.
+$(REWRITTEN): | $(READY)
+	@echo "Preparing the tests (half a minute, once) ..."
+	@$(BIN)/python -m pytest --collect-only -qq > /dev/null && touch $@
 
 $(VERSIONS)/oldest/.ready: PYTHON := $(OLDEST_PYTHON)
 $(VERSIONS)/oldest/.ready: WITH := $(OLDEST)
