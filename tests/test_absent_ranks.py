@@ -8,6 +8,7 @@ import re
 import shutil
 import signal
 import sys
+import threading
 from collections import defaultdict
 from collections.abc import Callable, Collection
 from fractions import Fraction
@@ -20,7 +21,7 @@ import torch
 import torchmetrics
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, TensorDataset
 
-from lightning_resilience._lightning import lightning_metrics
+from lightning_resilience._lightning import lightning_metrics, lightning_micro_batches
 from lightning_resilience._lightning.lightning_micro_batches import Division, TrainingData
 from lightning_resilience._lightning.lightning_patches import Patches
 from lightning_resilience.checkpoint import checkpoint_file, data_position
@@ -734,3 +735,12 @@ def test_states_of_metrics_are_merged_as_they_are_reduced_over_ranks(caplog: pyt
     assert caplog.messages == [
         "Mean has no reduction over ranks for own: what an absent rank had there is left out in this epoch."
     ]
+
+
+def test_what_cannot_be_copied_of_a_batch_does_not_end_the_fit() -> None:
+    calculated = torch.ones(2, requires_grad=True) * 2
+    batch = {"x": calculated, "lock": threading.Lock()}
+    copied = lightning_micro_batches._copied(batch)
+    assert copied["x"] is not calculated
+    assert torch.equal(copied["x"], calculated)
+    assert copied["lock"] is batch["lock"]

@@ -345,10 +345,10 @@ def _sampler(loader: Any) -> Any:
 
 
 def _copied(batch: Any) -> Any:
-    """A batch whose objects are others."""
+    """A batch whose objects are others, as far as they can be copied."""
     try:
         return copy.deepcopy(batch)
-    except RuntimeError:  # a tensor with a gradient
+    except Exception:  # a tensor that was calculated, a lock
         return apply_to_collection(batch, torch.Tensor, torch.clone)
 
 
