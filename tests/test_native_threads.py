@@ -137,7 +137,8 @@ def two_ranks(program: str, with_ours: str, slow: str) -> list[tuple[int, str]]:
 @pytest.mark.parametrize(("with_ours", "end"), [("without", "hung"), ("with", "done")])
 def test_a_child_collects_no_process_group_of_its_parent(with_ours: str, end: str) -> None:
     command, environment = [sys.executable, "-c", COLLECTS, with_ours], {**os.environ, "PYTHONPATH": ROOT}
-    assert subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300).stdout == f"{end}\n"
+    output = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300).stdout
+    assert output.splitlines()[-1] == end, "gloo may have printed a line before"
 
 
 @pytest.mark.campaign
