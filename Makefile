@@ -48,7 +48,7 @@ endef
 test: $(REWRITTEN) .venv/.as-on-gpu ## Run the fast tests: everything that can fail differently, once (5 minutes on 2 cores)
 	@$(call run-tests,not slow and not campaign and not slurm,4)
 
-test-all: $(REWRITTEN) .venv/.as-on-gpu ## Run all tests but the campaigns and those on a real Slurm (half an hour on 2 cores)
+test-all: $(REWRITTEN) .venv/.as-on-gpu ## Run all tests but the campaigns and those on a real Slurm (50 minutes on 2 cores)
 	@$(call run-tests,not campaign and not slurm,6)
 
 test-kills: $(READY) ## The long tests: kills at random instants, every signal, every hang, every drill
