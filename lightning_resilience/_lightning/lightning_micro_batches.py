@@ -426,7 +426,7 @@ def add_micro_batches(
         def all_steps() -> Any:
             if zero_grad is not None:
                 optimization._optimizer_zero_grad(batch_idx, optimizer)
-            begin(zero_grad is not None)
+            begin(batch_idx % trainer.accumulate_grad_batches == 0)  # also where nothing is passed back (SWA)
             for batch, context in batches:
                 with context(), unreduced():
                     # A step may change its batch, and that of this rank is yet to come.
