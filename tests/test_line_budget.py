@@ -27,7 +27,7 @@ BUDGET = {
     "detect/stragglers": 370,
     "elastic": 519,
     "fit": 7562,
-    "launch": 9280,
+    "launch": 9290,
     "launch/schedulers": 508,
     "run": 3209,
 }

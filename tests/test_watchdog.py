@@ -654,7 +654,11 @@ def test_a_damaged_diagnosis_is_shown_as_far_as_it_goes(run_dir: Path, name: str
 
 def test_nothing_to_show(run_dir: Path) -> None:
     assert "No hang has been diagnosed" in diagnoses(run_dir)
-    assert "No rank of" in ranks_now(run_dir)
+    assert "or none is watched" in ranks_now(run_dir)
+    ledger = Ledger(RunDirectory(run_dir).ledger)
+    ledger.record("launch", launch_id="1")
+    ledger.record("exit", status="finished", exit_code=0, reason="the script ended")
+    assert ranks_now(run_dir).endswith(" is in a fit; ended: finished.")
 
 
 def test_what_is_shown(run_dir: Path, tmp_path: Path) -> None:

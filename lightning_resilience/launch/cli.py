@@ -142,6 +142,11 @@ def _run(options: argparse.Namespace) -> None:
         _show_plan(options, settings)
     if options.fresh:
         settings = replace(settings, run_dir=_begin_afresh(options))
+    elif settings.run_dir != (before := _directory(options)):
+        log_line(
+            f"{before} goes on in {settings.run_dir}, which --fresh has begun. Who means {before} itself moves "
+            f"{settings.run_dir.name} to another folder."
+        )
     if not settings.is_single_node:
         introduce(f"launch {node_name()}")
     elif settings.nproc_per_node != "1":

@@ -20,7 +20,8 @@ from lightning_resilience.detect.hangs.rank_probe import own_directories
 from lightning_resilience.detect.hangs.verdict import Finding, Verdict
 from lightning_resilience.detect.hangs.watchdog import read_evidence
 from lightning_resilience.launch.json_output import to_json
-from lightning_resilience.launch.status import kept_lately
+from lightning_resilience.launch.status import kept_lately, standing
+from lightning_resilience.run.history import read_history
 from lightning_resilience.run.run_directory import RunDirectory
 
 _MAX_ROWS = 40
@@ -138,6 +139,10 @@ def ranks_now(run_dir: str | os.PathLike[str], as_json: bool = False) -> str:
         return to_json({"run_dir": str(directory), "time": now, "ranks": ranks})
     clock = timestamp(now)[11:]
     if not ranks:
+        history = read_history(RunDirectory(run_dir).ledger)
+        found = standing(history.allocations[-1], directory) if history.allocations else None
+        if found is not None and not found.is_ongoing:
+            return f"{clock}  No rank of {run_dir} is in a fit; {found.text}."
         return f"{clock}  No rank of {run_dir} is in a fit, or none is watched (FaultTolerance)."
     head = ["rank", "node", "pid", "section", "step", "since progress", "limit", "answers", "runs Python", "seen"]
     return "\n".join([clock, *table(head, [_rank_row(each, now) for each in ranks])])
