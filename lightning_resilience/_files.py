@@ -19,6 +19,8 @@ from typing import Any, BinaryIO, TypeVar
 
 import psutil
 
+from lightning_resilience._processes import pid_namespace
+
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
@@ -63,7 +65,8 @@ def matching(directory: str | os.PathLike[str], *patterns: str) -> list[Path]:
 
 
 def _host() -> str:
-    return f"{zlib.crc32(os.uname().nodename.encode()):08x}"
+    # Containers on one host may share its name, and not the numbers of processes.
+    return f"{zlib.crc32(f'{os.uname().nodename} {pid_namespace()}'.encode()):08x}"
 
 
 def temporary_path(path: str | os.PathLike[str]) -> Path:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import functools
 import importlib
 import logging
 import math
@@ -29,6 +30,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Literal, TextIO
 
+from lightning_resilience._daemon import NoAnswer, in_daemon_thread
 from lightning_resilience._files import write_json
 from lightning_resilience._loopback import ADDRESS, serve_store
 from lightning_resilience.detect.hangs.progress import Section, read_progress
@@ -299,20 +301,16 @@ class RankMonitor:
 
         name = next(name for name, known in _NVRX_ACTIONS.items() if known == action)
         request = WorkloadControlRequest(NvrxAction[name], description)
-        problem: list[object] = [f"no answer within {NVRX_ANSWERS_WITHIN_S:g} s"]
-
-        def send() -> None:
-            try:
-                self._client.send_workload_control_request(request)
-                problem.clear()
-            except Exception as error:
-                problem[:] = [error]
-
-        sender = threading.Thread(target=send, daemon=True)  # a launcher that is stopped would never answer
-        sender.start()
-        sender.join(NVRX_ANSWERS_WITHIN_S)
-        if problem:
-            log.warning("ft_launcher could not be asked to %s: %s", action.replace("_", " "), problem[0])
+        send = functools.partial(self._client.send_workload_control_request, request)
+        problem: object
+        try:
+            in_daemon_thread(send, "asks-ft-launcher").result(NVRX_ANSWERS_WITHIN_S)
+            return
+        except NoAnswer:  # a launcher that is stopped would never answer
+            problem = f"no answer within {NVRX_ANSWERS_WITHIN_S:g} s"
+        except Exception as error:
+            problem = error
+        log.warning("ft_launcher could not be asked to %s: %s", action.replace("_", " "), problem)
 
     def close(self) -> None:
         """Closes the section that is open, and the connection: the rank is not watched any more."""

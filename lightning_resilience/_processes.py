@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import errno
+import functools
 import os
 import signal
 import time
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +58,15 @@ def stat_of(pid: int | str) -> list[str] | None:
         return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:
         return None
+
+
+@functools.cache
+def boot_id() -> str:
+    """Names this start of the kernel; empty where there is no ``/proc``."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
 
 
 def pid_namespace() -> str | None:
@@ -122,8 +131,6 @@ def _started(pid: int) -> str:
 
     Its start by the clock is that of the boot plus these, and moves whenever the clock is set.
     """
-    with suppress(FileNotFoundError):
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        if (stat := stat_of(pid)) is not None:
-            return f"{boot}-{stat[19]}"
+    if boot_id() and (stat := stat_of(pid)) is not None:
+        return f"{boot_id()}-{stat[19]}"
     return str(psutil.Process(pid).create_time())  # where there is no /proc

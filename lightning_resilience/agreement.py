@@ -11,10 +11,10 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from lightning_resilience._loopback import ADDRESS, serve_store
+from lightning_resilience._processes import boot_id
 from lightning_resilience.agreement_protocol import (
     Above,
     Announce,
@@ -40,9 +40,8 @@ _T = TypeVar("_T")
 
 def neighbourhood() -> str:
     """Names the processes that this one reaches by the loopback interface: they have the same."""
-    name = os.uname().nodename
+    name = f"{os.uname().nodename} {boot_id()}"
     with suppress(OSError):
-        name += " " + Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         name += f" {os.stat('/proc/self/ns/net').st_ino}"
     return name
 

@@ -32,6 +32,7 @@ from multiprocessing.util import Finalize
 from types import FrameType
 from typing import Any
 
+from lightning_resilience._daemon import in_daemon_thread
 from lightning_resilience._output import flush, signed, write_line
 from lightning_resilience.run import exit_codes
 from lightning_resilience.run.deadlines import (
@@ -397,15 +398,8 @@ def _write(line: str) -> None:
 
 def _within(seconds: float, function: Callable[[str], None], argument: str) -> None:
     """Calls ``function`` in a thread and waits for ``seconds`` at most: a pipe or storage may be stuck."""
-
-    def call() -> None:
-        with suppress(Exception):
-            function(argument)
-
-    thread = threading.Thread(target=call, daemon=True)
-    with suppress(RuntimeError):  # no thread can be started
-        thread.start()
-        thread.join(seconds)
+    with suppress(Exception):  # nor is it told if no thread can be started
+        in_daemon_thread(functools.partial(function, argument), "writes").result(seconds)
 
 
 _installed: SignalListener | None = None
@@ -493,11 +487,13 @@ class WorkerGuard:
         self.signums = tuple(signums)
         self.trainer_pid = os.getpid()
         self.trainer_ends = _trainer_ends()[1]
-        Finalize(None, _end_workers, exitpriority=0)  # before multiprocessing waits for them
+        # What the kernel waits for is the end of the thread that starts the worker.
+        self._dies_with_trainer = threading.current_thread() is threading.main_thread()
 
     def __call__(self, worker_id: int) -> None:
         """Runs in the worker, before the loader's own function."""
-        _die_with(self.trainer_pid)
+        if self._dies_with_trainer:
+            _die_with(self.trainer_pid)
         if self.signums:
             _ignore_until(self.trainer_ends, self.signums)
         if self.inner is not None:
@@ -507,6 +503,7 @@ class WorkerGuard:
 @functools.cache
 def _trainer_ends() -> tuple[int, str]:
     """A byte that is set when the trainer ends: its file, and the path by which any worker can read it."""
+    Finalize(None, _end_workers, exitpriority=0)  # before multiprocessing waits for them
     if sys.platform != "linux":
         return -1, ""
     fd = os.memfd_create("trainer-ends")

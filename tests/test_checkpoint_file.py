@@ -599,6 +599,16 @@ def test_leftovers_of_killed_writers(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert {path.name for path in tmp_path.iterdir()} == {own.name, elsewhere.name, ".somebody-elses.tmp"}
 
 
+def test_a_writer_in_another_container_of_this_host_may_live(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has the name of the host, and other numbers of processes."""
+    with monkeypatch.context() as there:
+        there.setattr(_files, "pid_namespace", lambda: "pid:[1]")
+        there.setattr(os, "getpid", lambda: 1 << 22)  # larger than any
+        elsewhere = _files.temporary_path(tmp_path / "a.ckpt")
+    elsewhere.touch()
+    assert clean_temporaries(tmp_path) == []
+
+
 # Directories
 
 

@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader
 
 import lightning_resilience
 from lightning_resilience._lightning import lightning_data
+from lightning_resilience._lightning.lightning_patches import Patches
 
 PACKAGE = Path(lightning_resilience.__file__).parent
 HOME = sorted((PACKAGE / "_lightning").glob("*.py"))
@@ -427,3 +428,15 @@ def test_the_checks_find_something(tmp_path: Path) -> None:
     )
     assert list(private_names(bad)) == [(3, "_y"), (4, "_z")]
     assert "_checkpoint_connector" in {name for path in HOME for _, name in private_names(path)}
+
+
+def test_all_patches_are_undone_where_the_script_has_removed_one() -> None:
+    owner = SimpleNamespace(first=len, second=len)
+    other = type("Owner", (), {"method": lambda self: 1})()
+    patches = Patches()
+    patches.set(owner, "first", abs)
+    patches.set(other, "method", lambda: 2)
+    del other.method
+    patches.undo()
+    assert owner.first is len
+    assert other.method() == 1

@@ -1903,6 +1903,30 @@ def test_saves_without_waiting_for_the_next(job: Job) -> None:
     assert are_of(9, states)
 
 
+def test_what_is_not_saved_in_time_is_not_saved_later(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The training has gone on, and what would be copied by then belongs to no step."""
+    job.train(9)
+    rank, go_on, ended = job.ranks[0], threading.Event(), threading.Event()
+    save = rank.saves._save
+
+    def slow(taken: Any) -> Any:
+        go_on.wait(30.0)
+        try:
+            return save(taken)
+        finally:
+            ended.set()
+
+    monkeypatch.setattr(rank.saves, "_save", slow)
+    live = rank.model.live()
+    assert rank.saves.save_now("0badcafe", rank.model.steps, rank.model.state(), live, live, 0.1) is None
+    live[-1].add_(1.0)
+    go_on.set()
+    assert ended.wait(30.0)
+    monkeypatch.undo()
+    assert not list(rank.store.directory.glob("*0badcafe/*rank*"))
+    job.stop()
+
+
 @pytest.mark.parametrize("changed", ["nothing", "a parameter", "what the optimizer keeps", "an older generation"])
 def test_what_a_rank_has_saved_and_still_has_it_does_not_read(job: Job, changed: str) -> None:
     """Whatever has changed it since, also where torch does not count it: then it is read."""

@@ -26,6 +26,7 @@ from torch.utils.data import BatchSampler, DataLoader, TensorDataset
 
 from lightning_resilience import AutoResume, LocalCheckpoint, NaNGuard, TrainingDiverged
 from lightning_resilience.callbacks import nan_guard
+from lightning_resilience.detect.numerics import step_guard
 from lightning_resilience.detect.numerics.numerics import SpikeReference
 from lightning_resilience.detect.numerics.rollback_history import RollbackHistory
 from lightning_resilience.fit import context, numerics_policy
@@ -301,6 +302,60 @@ def test_however_it_is_trained(
         assert same(before, after)
     assert guard.skipped_steps == 1
     assert all(torch.isfinite(each).all() for each in model.state())
+
+
+def huge(model: Model, loss: torch.Tensor) -> torch.Tensor:
+    """Its gradients are numbers, and the sum of their squares is not."""
+    return loss * 1e25
+
+
+class ClipsAndGoesOn(Model):
+    def configure_gradient_clipping(self, optimizer: Any, *limits: Any, **others: Any) -> None:
+        self.clip_gradients(optimizer, *limits, **others)
+        if self.batch() == 5:
+            self.net[0].weight.grad[0, 0] = math.nan
+
+
+class Halves(Model):
+    """Its gradients are numbers of 16 bits, and their norm is none."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.net[0].weight.register_hook(lambda gradient: torch.full_like(gradient, 30_000.0))
+        return loss
+
+
+LOOKS: dict[str, tuple[Callable[[], Model], dict[str, Any], bool, int]] = {
+    "its norm tells": (lambda: Model({5: nan_gradient}, OPTIMIZERS["fused AdamW"]), {}, False, 1),
+    "of a bad loss, too": (lambda: Model({5: masked}, OPTIMIZERS["fused AdamW"]), {}, False, 1),
+    "too large for a norm": (lambda: Model({5: huge}, OPTIMIZERS["fused AdamW"]), {}, False, 1),
+    "changed after it": (lambda: ClipsAndGoesOn({}, OPTIMIZERS["fused AdamW"]), {}, True, 1),
+    "of 16 bits": (lambda: Halves({}, torch.optim.SGD), {"precision": "16-true"}, True, 0),
+    "by value": (lambda: Model({5: huge}), {"gradient_clip_algorithm": "value"}, True, 0),
+}
+
+
+@pytest.mark.parametrize(("make_model", "options", "looks", "bad"), LOOKS.values(), ids=LOOKS.keys())
+def test_what_is_clipped_is_looked_at_once(
+    make_model: Callable[[], Model],
+    options: dict[str, Any],
+    looks: bool,
+    bad: int,
+    late: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gradients, looked = step_guard._gradients, []
+    monkeypatch.setattr(step_guard, "_gradients", lambda optimizer: looked.append(1) or gradients(optimizer))
+    monkeypatch.setattr(step_guard, "_norms", lambda optimizer: [])  # only for the report
+    model, guard = make_model(), NaNGuard()
+    fit(model, tmp_path, guard, gradient_clip_val=0.5, **options)
+    assert bool(looked) == looks
+    assert guard.skipped_steps == bad
+    if bad:
+        assert same(model.states[5], model.states[6])
+    if model.spoils.get(5) is huge and bad and not late:
+        assert events(tmp_path, "bad_step")[0]["reason"] == "the gradients are too large: their norm is infinite"
 
 
 def overflow(model: Model, loss: torch.Tensor) -> torch.Tensor:
@@ -680,6 +735,7 @@ def test_a_step_of_lbfgs_cannot_be_skipped(tmp_path: Path) -> None:
 
 RANKS: dict[str, dict[str, Any]] = {
     "ddp": {"trainer": {"devices": 2}},
+    "ddp, clipped": {"trainer": {"devices": 2, "gradient_clip_val": 0.5}},
     "ddp, losses only": {"trainer": {"devices": 2}, "nan_guard": {"check_grads": False}},
     "sharded": {"trainer": {"devices": 2, "gradient_clip_val": math.inf}, "sharded": True},
     "sharded and clipped": {"trainer": {"devices": 2, "gradient_clip_val": 0.5}, "sharded": True},
@@ -688,7 +744,7 @@ RANKS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.slow_but_for("as on a GPU-ddp-loss")
-@pytest.mark.also_as_on_gpu("ddp-loss", "sharded-gradient", "sharded and clipped-masked")
+@pytest.mark.also_as_on_gpu("ddp-loss", "ddp, clipped-masked", "sharded-gradient", "sharded and clipped-masked")
 @pytest.mark.parametrize("what", ["loss", "gradient", "masked"])
 @pytest.mark.parametrize("options", RANKS.values(), ids=RANKS.keys())
 def test_what_one_rank_sees_all_skip(options: dict[str, Any], what: str, tmp_path: Path) -> None:

@@ -176,6 +176,26 @@ def test_one_of_many(place: int) -> None:
     assert not bad
 
 
+@pytest.mark.parametrize("place", range(8))
+def test_one_of_many_that_are_grouped_at_once(place: int) -> None:
+    tensors = [
+        torch.ones(2, dtype=dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64) * 2
+    ]
+    assert numerics._groups_of_dense(tensors) is not None, "as most gradients are"
+    assert all_finite(tensors)
+    tensors[place][1] = INF
+    assert not all_finite(tensors)
+    with NothingRead():
+        all_finite(tensors)
+
+
+@pytest.mark.parametrize("kind", ODD)
+def test_what_is_odd_among_many_is_seen(kind: str) -> None:
+    many, odd = [torch.ones(2) for _ in range(5)], ODD[kind]
+    assert all_finite([*many, odd(1.0)])
+    assert not all_finite([*many, odd(NAN)])
+
+
 def test_the_part_of_a_sharded_tensor(one_rank: Any) -> None:
     clean = distribute_tensor(torch.ones(4, 2), one_rank, [Shard(0)])
     bad = distribute_tensor(torch.tensor([1.0, INF]), one_rank, [Shard(0)])
@@ -604,6 +624,33 @@ def test_a_module_that_is_given_another_type() -> None:
         nn.init.constant_(weight, NAN)
         undo.restore()
         assert bits(weight) == before
+
+
+@pytest.mark.parametrize(
+    "other", [torch.ones(1).expand(4), torch.ones(1).expand(2, 4), torch.ones(6), torch.ones(4).double()]
+)
+def test_a_tensor_that_is_given_other_content(truth: Callable[[bool], Tensor | bool], other: Tensor) -> None:
+    """The same object with other memory, as FSDP1 does with buffers."""
+    tensor = torch.zeros(1).expand(4)
+    undo = Undo(lambda: [tensor])
+    undo.keep()
+    tensor.data = other.clone() if other.is_contiguous() else other[..., :1].clone().expand(other.shape)
+    undo.keep()
+    stored = tensor if tensor.is_contiguous() else tensor.data.as_strided((1,), (1,))
+    stored.data.fill_(NAN)
+    undo.restore(truth(True))
+    assert torch.equal(tensor, other)
+
+
+def test_a_tensor_that_is_given_another_shape(truth: Callable[[bool], Tensor | bool]) -> None:
+    tensor = torch.arange(6.0).reshape(2, 3)
+    undo = Undo(lambda: [tensor])
+    undo.keep()
+    tensor.t_()
+    undo.keep()
+    tensor.fill_(NAN)
+    undo.restore(truth(True))
+    assert torch.equal(tensor, torch.arange(6.0).reshape(2, 3).t())
 
 
 def test_the_memory_is_used_again() -> None:

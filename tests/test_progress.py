@@ -45,6 +45,16 @@ def test_a_section_without_a_limit_may_take_for_ever(path: Path) -> None:
     assert stay.timeout == math.inf
 
 
+def test_a_thread_may_report_progress_when_the_fit_has_been_left(path: Path) -> None:
+    progress = Progress(path, {"step": 5.0})
+    progress.at("step", 3, (4, 1, 0, 0))
+    progress.close()
+    progress.tick()
+    left = read_progress(path)
+    assert left is not None
+    assert left.section == "left"
+
+
 def test_a_section_ends_however_its_block_ends(path: Path) -> None:
     progress = Progress(path, {"step": 5.0, "checkpointing": 7.0})
     progress.at("step", 3, (4, 1, 0, 0))

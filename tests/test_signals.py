@@ -322,3 +322,39 @@ def test_each_epoch_of_a_fit_listens_again(tmp_path: Path, launched: signals.Sig
     fit(tmp_path, module)
     assert len(descriptors) == 1
     assert descriptors[0] != -1
+
+
+class _Numbers(Dataset[int]):
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+def test_workers_outlive_the_thread_that_has_started_them() -> None:
+    """A fit that runs in a thread, say in a notebook, keeps its persistent workers for the next one."""
+    loaders: list[DataLoader[int]] = []
+
+    def first() -> None:
+        guard = signals.WorkerGuard(None, ())
+        loaders.append(DataLoader(_Numbers(), num_workers=1, persistent_workers=True, worker_init_fn=guard))
+        list(loaders[0])
+
+    thread = threading.Thread(target=first)
+    thread.start()
+    thread.join()
+    (worker,) = loaders[0]._iterator._workers  # type: ignore[union-attr]
+    worker.join(1.0)
+    assert worker.is_alive()
+    assert torch.cat(list(loaders[0])).tolist() == [0, 1, 2, 3]
+
+
+def test_guards_leave_one_finalizer_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+    monkeypatch.setattr(signals, "Finalize", lambda *args, **kwargs: made.append(args))
+    signals._trainer_ends.cache_clear()
+    for _ in range(3):
+        signals.WorkerGuard(None, ())
+    assert len(made) == 1
+    signals._trainer_ends.cache_clear()

@@ -12,6 +12,7 @@ import os
 import random
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import time
@@ -66,6 +67,19 @@ def test_a_message_arrives_with_its_descriptors_or_not_at_all(ends: tuple[Channe
     first.close()
     assert second.receive() is None
     assert not first.send("more")
+
+
+@pytest.mark.parametrize("said", [b"5", b"[1]", b"{", b"{}", b'{"kind": 3}', b"[" * 100_000, b"\xff"])
+def test_what_is_no_message_is_the_end_and_leaves_nothing_open(said: bytes) -> None:
+    ours, theirs = socket.socketpair()
+    channel = Channel(ours)
+    before = os.listdir("/proc/self/fd")
+    with theirs:
+        socket.send_fds(theirs, [struct.pack("!I", len(said))], [theirs.fileno()])
+        theirs.sendall(said)
+        assert channel.receive() is None
+        assert os.listdir("/proc/self/fd") == before
+    channel.close()
 
 
 def test_an_end_that_does_not_read_holds_nobody_up() -> None:

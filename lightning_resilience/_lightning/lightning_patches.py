@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import suppress
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -65,4 +66,5 @@ class Patches:
             if was_set:
                 setattr(owner, name, value)
             else:
-                delattr(owner, name)
+                with suppress(AttributeError):  # the script has removed it
+                    delattr(owner, name)

@@ -103,6 +103,13 @@ def clips_by_norm(trainer: Trainer) -> bool:
     return by_norm and (trainer.gradient_clip_val or 0) > 0 and _clips_as_usual(trainer.precision_plugin)
 
 
+def norm_is_last(trainer: Trainer) -> bool:
+    """Whether nothing of the module's comes between that clipping by norm and a step, or clips in its place."""
+    module: Any = trainer.lightning_module
+    clips = type(module).configure_gradient_clipping.__qualname__ == "LightningModule.configure_gradient_clipping"
+    return clips_by_norm(trainer) and clips and bool(module.automatic_optimization)
+
+
 def _clips_as_usual(plugin: Any) -> bool:
     return bool(type(plugin).clip_grad_by_norm.__qualname__ == "Precision.clip_grad_by_norm")
 

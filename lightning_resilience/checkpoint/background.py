@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from lightning_resilience.checkpoint.daemon import in_daemon_thread
+from lightning_resilience._daemon import in_daemon_thread
 from lightning_resilience.checkpoint.devices import accelerator
 from lightning_resilience.checkpoint.node_store import MappedFile
 from lightning_resilience.checkpoint.snapshot import Fence, Snapshot, Snapshots

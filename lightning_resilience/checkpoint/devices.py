@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from lightning_resilience.checkpoint.daemon import in_daemon_thread
+from lightning_resilience._daemon import in_daemon_thread
 
 log = logging.getLogger(__name__)
 

@@ -412,6 +412,8 @@ class LocalSaves:
         thread = threading.Thread(target=save, name="local-checkpoint-now", daemon=True)
         thread.start()
         wait_with_heartbeat(lambda s: _join(thread, s), max(0.0, deadline - time.monotonic()), self._hooks.heartbeat)
+        if not published:
+            snapshot.drop()  # it may still be copied, and the training goes on
         return published[0] if published else None
 
     @property

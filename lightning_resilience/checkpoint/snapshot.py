@@ -463,6 +463,10 @@ class Snapshot:
             self._invalidate(changed, hidden=False)
         self._fenced.set()
 
+    def drop(self) -> None:
+        """Has the copy count as bad, whatever it will be."""
+        self._good = False
+
     def _invalidate(self, changed: Iterable[int], hidden: bool) -> None:
         self._good = False
         self._snapshots.note_volatile({index: self.tensors[index] for index in changed}, hidden)

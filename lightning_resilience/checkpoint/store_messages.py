@@ -9,7 +9,7 @@ from concurrent import futures
 from functools import cached_property
 from typing import Any
 
-from lightning_resilience.checkpoint.daemon import in_daemon_thread
+from lightning_resilience._daemon import in_daemon_thread
 
 log = logging.getLogger(__name__)
 

@@ -11,11 +11,9 @@ No check touches a random number generator. None raises for a failure: that is t
 from __future__ import annotations
 
 import os
-import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from concurrent.futures import TimeoutError as NoAnswer  # the built-in one only from Python 3.11 on
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -26,6 +24,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from lightning_resilience._daemon import NoAnswer, in_daemon_thread
 from lightning_resilience._files import temporary_path
 from lightning_resilience._formatting import format_bytes
 
@@ -130,12 +129,16 @@ def begin_node_check(
     """
     deadline = time.monotonic() + timeout_s
     started = [
-        (Path(directory), "free space", _start(partial(_one, check_free_space, directory, needed_bytes)))
+        (
+            Path(directory),
+            "free space",
+            in_daemon_thread(partial(_one, check_free_space, directory, needed_bytes)),
+        )
         for directory in (run_dir, *local_dirs)
         if directory is not None
     ]
     if run_dir is not None:
-        started.append((Path(run_dir), "clock", _start(partial(_one, check_clock, run_dir))))
+        started.append((Path(run_dir), "clock", in_daemon_thread(partial(_one, check_clock, run_dir))))
     is_cpu = device is not None and torch.device(device).type == "cpu"
     of_device = _begin_device_checks(device, device_timeout_s) if exercises_cpu or not is_cpu else list
 
@@ -198,7 +201,7 @@ def _begin_device_checks(device: torch.device | str | None, timeout_s: float) ->
     checks = []
     if device is None and found.type == "cpu":
         checks.append(Check("accelerator", True, "there is no accelerator, the CPU was checked instead"))
-    facts = _start(partial(_nvml_facts, found))
+    facts = in_daemon_thread(partial(_nvml_facts, found))
     exercise = _begin_exercise(found, deadline, timeout_s)
 
     def collect() -> list[Check]:
@@ -212,7 +215,7 @@ def _find(device: torch.device | str | None, timeout_s: float) -> torch.device |
     try:
         accelerator = torch.accelerator.current_accelerator()  # that of this build of torch; asks no driver
         if device is None:
-            if accelerator is None or not _start(torch.accelerator.is_available).result(timeout_s):
+            if accelerator is None or not in_daemon_thread(torch.accelerator.is_available).result(timeout_s):
                 return torch.device("cpu")
             device = accelerator
         device = torch.device(device)
@@ -227,7 +230,7 @@ def _find(device: torch.device | str | None, timeout_s: float) -> torch.device |
 
 
 def _begin_exercise(device: torch.device, deadline: float, timeout_s: float) -> Callable[[], list[Check]]:
-    answer = _start(lambda: [_check_compute(device), _check_memory(device)])
+    answer = in_daemon_thread(lambda: [_check_compute(device), _check_memory(device)])
     return partial(_collect, answer, "device", f"device {device}", _REMEDY, deadline, timeout_s)
 
 
@@ -446,7 +449,7 @@ def check_collective(
         return Check("collective", True, "there is no process group with this rank to check")
     size = dist.get_world_size(group)
     # In a thread, because the call itself, in which NCCL may connect, and the copy to the host have no deadline.
-    answer = _start(partial(_sum_of_ones, device, timeout_s, group))
+    answer = in_daemon_thread(partial(_sum_of_ones, device, timeout_s, group))
     try:
         total = answer.result(timeout_s + _GRACE_S)
     except NoAnswer:
@@ -471,20 +474,6 @@ def _sum_of_ones(device: torch.device | str, timeout_s: float, group: dist.Proce
 
 
 # -- deadlines ---------------------------------------------------------------------------------------------------------
-
-
-def _start(work: Callable[[], _T]) -> Future[_T]:
-    """Runs ``work`` in a daemon thread; the threads of an executor would be waited for at exit."""
-    answer: Future[_T] = Future()
-
-    def run() -> None:
-        try:
-            answer.set_result(work())
-        except BaseException as error:  # it belongs to the caller that reads the result
-            answer.set_exception(error)
-
-    threading.Thread(target=run, name="health check", daemon=True).start()
-    return answer
 
 
 def _collect(

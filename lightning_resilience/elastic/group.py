@@ -30,6 +30,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from lightning_resilience._daemon import NoAnswer, in_daemon_thread
 from lightning_resilience.agreement_protocol import PeerLost
 from lightning_resilience.elastic import nccl
 from lightning_resilience.run.deadlines import ABORTED_WITHIN_S
@@ -158,23 +159,17 @@ class DefaultGroup:
         if self._is_aborted:
             return
         self._is_aborted = True  # before anybody is free to publish
-        failed: list[BaseException] = []
 
         def abort() -> None:
-            try:
-                for backend in backends:
-                    backend.abort()
-            except Exception as error:
-                failed.append(error)
+            for backend in backends:
+                backend.abort()
 
-        # Not in this thread: NCCL's own deadline is that of a collective, and it does not keep it.
-        thread = threading.Thread(target=abort, name="aborts-collectives", daemon=True)
-        thread.start()
-        thread.join(ABORTED_WITHIN_S)
-        if thread.is_alive():
+        try:  # not in this thread: NCCL's own deadline is that of a collective, and it does not keep it
+            in_daemon_thread(abort, "aborts-collectives").result(ABORTED_WITHIN_S)
+        except NoAnswer:
             self._problem = f"the abort of its collectives has not ended within {ABORTED_WITHIN_S:g} s"
-        elif failed:
-            self._problem = f"the abort of its collectives has failed ({failed[0]})"
+        except Exception as error:
+            self._problem = f"the abort of its collectives has failed ({error})"
 
     @property
     def may_forget(self) -> bool:
@@ -248,7 +243,9 @@ def _held(sockets: Iterable[tuple[int, str]]) -> list[int]:
     found, store = [], int(os.environ.get("MASTER_PORT", "0"))
     for fd, name in sockets:
         with suppress(OSError):
-            own = socket.socket(fileno=os.dup(fd))
+            with socket.socket(fileno=fd) as borrowed:
+                own = borrowed.dup()
+                borrowed.detach()
             with own, suppress(OSError):
                 is_network = own.family in (socket.AF_INET, socket.AF_INET6)
                 if is_network and own.getpeername()[1] != store and os.readlink(f"/proc/self/fd/{fd}") == name:

@@ -70,6 +70,7 @@ log = logging.getLogger(__name__)
 RANKS_COME_BACK = "ranks come back"
 """Why all ranks leave the fit at one boundary."""
 
+_VERSION = operator.attrgetter("_version")
 _MOST_COPIED = 100
 _MOST_COPIED_BYTES = 1 << 18
 """How many tensors are copied at each boundary, at most: more takes longer than a step may be held up."""
@@ -318,6 +319,7 @@ class LastBoundary(Participant):
     def _turn_off(self, reason: str) -> None:
         self._off, self._note = reason, None
         self._hook.remove()
+        self._session.fit.participants.withdraw(self)
         if self._session.fit.rank == 0:
             log.info(
                 "After the loss of a rank all will go back to the last checkpoint, not to the last step: %s.", reason
@@ -344,7 +346,7 @@ class LastBoundary(Participant):
             position,
             [owner[key] for owner, key in self._changed],
             [owner[key] for owner, key in self._unchanged],
-            [each._version for each in self._parameters],
+            [*map(_VERSION, self._parameters)],
             [group.copy() for group in self._optimizer.param_groups],
             logs,
             {rank: each.copy() for rank, each in absent.items()} if self._of_absent else {},

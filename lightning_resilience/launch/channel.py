@@ -122,13 +122,17 @@ class Channel:
                 return False
 
     def receive(self) -> Message | None:
-        """Waits for a message; ``None``: the other end is gone."""
-        with suppress(OSError, ValueError, KeyError):
+        """Waits for a message; ``None``: the other end is gone, or says what is no message."""
+        fds: list[int] = []
+        with suppress(OSError, ValueError, RecursionError):
             header, fds, _, _ = socket.recv_fds(self._connection, _HEADER.size, 2)
             header += self._exactly(_HEADER.size - len(header)) if header else b""
             if len(header) == _HEADER.size and (size := _HEADER.unpack(header)[0]) <= self._largest:
                 fields = json.loads(self._exactly(size))
-                return Message(fields.pop("kind"), fields, list(fds))
+                if isinstance(fields, dict) and isinstance(kind := fields.pop("kind", None), str):
+                    return Message(kind, fields, list(fds))
+        for fd in fds:
+            os.close(fd)
         return None
 
     def _exactly(self, size: int) -> bytes:

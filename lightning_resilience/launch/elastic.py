@@ -32,6 +32,7 @@ from types import FrameType
 from typing import Any, TextIO, TypeVar, Union
 
 from lightning_resilience import _nvrx
+from lightning_resilience._daemon import in_daemon_thread
 from lightning_resilience._loopback import ADDRESS, listen, serve_store
 from lightning_resilience._output import introduce, log_line
 from lightning_resilience.launch import follower, node_line, nodes, other_nodes
@@ -247,15 +248,14 @@ class Supervisor:
 
     def _read(self, ask: Callable[[History], _T]) -> _T | None:
         """What the history of the run answers; in a thread, since the storage may not."""
-        answers: list[_T] = []
 
-        def read() -> None:  # by itself: one that is stuck must not hold up the next
-            answers.append(ask(History(read_ledger(self._ledger.path))))
+        def read() -> _T:  # by itself: one that is stuck must not hold up the next
+            return ask(History(read_ledger(self._ledger.path)))
 
-        thread = threading.Thread(target=read, daemon=True)
-        thread.start()
-        thread.join(_READ_WITHIN_S)
-        return answers[0] if answers else None
+        try:
+            return in_daemon_thread(read, "reads-history").result(_READ_WITHIN_S)
+        except Exception:
+            return None
 
     def record(
         self, lost: Mapping[int, str], generation: int, members: Collection[int] | None, kept: Collection[int]

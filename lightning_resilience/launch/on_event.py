@@ -170,14 +170,18 @@ class EventCommand:
         is_late = False
         # Not reaped yet: its number, which is that of its group, stays its own.
         while os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None and not is_late:
-            readable, writable, _ = select.select([stdout], [stdin] if left else [], [], _POLL_S)
-            if writable:
+            poll = select.poll()
+            poll.register(stdout, select.POLLIN)
+            if left:
+                poll.register(stdin, select.POLLOUT)
+            ready = dict(poll.poll(_POLL_S * 1000))
+            if stdin in ready:
                 left = _write(stdin, left)
                 if not left:
                     process.stdin.close()
-            if readable and not (more := _read(stdout)):
+            if stdout in ready and not (more := _read(stdout)):
                 time.sleep(_POLL_S / 10)  # it has closed its output, and has ended in general
-            elif readable:
+            elif stdout in ready:
                 said = (said + more)[:_READ]
             is_late = self._is_late(began, content["event"])
         said = (said + _read(stdout))[:_READ]

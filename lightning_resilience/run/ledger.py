@@ -17,7 +17,6 @@ versions have written, into one file ``ledger.jsonl`` beside the folder.
 
 from __future__ import annotations
 
-import functools
 import json
 import logging
 import math
@@ -33,6 +32,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from lightning_resilience._processes import boot_id
 from lightning_resilience.run.events import LAST_TIME, Event, is_time, parse
 
 log = logging.getLogger(__name__)
@@ -41,7 +41,6 @@ _FOLDER = "ledger"  # in a run directory
 _TICK_S = 1e-6
 _BEGIN = 256
 """How many bytes of a file tell it from another one that has its name: they have the time of its first line."""
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 _readers: dict[str, Reader] = {}
 
@@ -132,17 +131,9 @@ class Ledger:
             reader_of(self.path).read()
 
 
-@functools.cache
-def _boot_id() -> str:
-    try:
-        return _BOOT_ID.read_text()
-    except OSError:
-        return ""
-
-
 def _own_file(folder: Path) -> Path:
     """The file of this kernel and mount. Two containers on a host share it if, and only if, they may."""
-    writer = zlib.crc32(f"{_boot_id()}{folder.stat().st_dev}".encode())
+    writer = zlib.crc32(f"{boot_id()}{folder.stat().st_dev}".encode())
     return folder / f"{re.sub(r'[^A-Za-z0-9_.-]', '_', platform.node())[:100]}-{writer:08x}.jsonl"
 
 

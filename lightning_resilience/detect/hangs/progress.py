@@ -150,7 +150,8 @@ class Progress:
         """The rank leaves the fit; the record stays readable."""
         self.enter("left")
         if isinstance(self._memory, mmap.mmap):
-            self._memory.close()
+            memory, self._memory = self._memory, bytearray(_SIZE)  # for a thread of the script that still ticks
+            memory.close()
 
     def _leave_section(self) -> None:
         elapsed = max(self._longest_here, time.monotonic() - self._since)

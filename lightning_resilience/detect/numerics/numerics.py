@@ -12,15 +12,20 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 from lightning_resilience._torch import local
 
 _STRIDED = torch.strided  # an attribute of a module costs more
+
+_LAYOUT = operator.attrgetter("layout")
+_TYPES = {torch.float32, torch.bfloat16, torch.float16, torch.float64}
 
 _LARGE = 1 << 16
 """Elements of a buffer that is not copied in every step unless it changes."""
@@ -37,24 +42,48 @@ def all_finite(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
         A boolean without dimensions and without a graph; true if there are no tensors. On the device of the first
         tensor, but not on the CPU if there are tensors elsewhere: a copy from there would have to be waited for.
     """
-    groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-    home = torch.device("cpu")
+    tensors = list(tensors)
     with torch.no_grad():
-        for tensor in tensors:
-            stored = stored_numbers(tensor)
-            if stored.is_meta:
-                continue
-            if home.type == "cpu":
-                home = stored.device
-            if stored.numel() and _has_nonfinite(stored.dtype):
-                values = _real(stored)
-                groups.setdefault((values.device, values.dtype), []).append(values)
+        groups = _groups_of_dense(tensors) or _groups_of_any(tensors)
+        home = next((device for device, _ in groups if device.type != "cpu"), torch.device("cpu"))
         verdicts = [
-            _is_group_finite(group, device).to(home, non_blocking=True) for (device, _), group in groups.items()
+            _is_group_finite(group, device).to(home, non_blocking=True)
+            for (device, dtype), group in groups.items()
+            if group and _has_nonfinite(dtype)
         ]
         if not verdicts:
             return torch.ones((), dtype=torch.bool, device=home)
         return all_of(verdicts)
+
+
+_Groups = dict[tuple[torch.device, torch.dtype], list[torch.Tensor]]
+
+
+def _groups_of_dense(tensors: list[torch.Tensor]) -> _Groups | None:
+    """The tensors by device and type, without a look at each; ``None`` if not all are as most gradients are."""
+    if _are_dense(tensors) and all(map(torch.Tensor.numel, tensors)):
+        found = _group_tensors_by_device_and_dtype([tensors])  # type: ignore[list-item]
+        devices = {device for device, _ in found}
+        if len(devices) == 1 and torch.device("meta") not in devices and {dtype for _, dtype in found} <= _TYPES:
+            return {kind: group for kind, ((group,), _) in found.items()}  # type: ignore[misc]
+    return None
+
+
+def _are_dense(tensors: list[torch.Tensor]) -> bool:
+    return {*map(type, tensors)} == {torch.Tensor} and {*map(_LAYOUT, tensors)} == {_STRIDED}
+
+
+def _groups_of_any(tensors: list[torch.Tensor]) -> _Groups:
+    """What this rank holds of the tensors, by device and type; nothing of those without content."""
+    groups: _Groups = {}
+    for tensor in tensors:
+        stored = stored_numbers(tensor)
+        if stored.is_meta:
+            continue
+        group = groups.setdefault((stored.device, stored.dtype), [])
+        if stored.numel():
+            group.append(_real(stored))
+    return groups
 
 
 def all_of(verdicts: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -236,8 +265,13 @@ class Undo:
 
     def __init__(self, tensors: Callable[[], Iterable[torch.Tensor]]) -> None:
         self._tensors = tensors
+        self._given: list[torch.Tensor] = []
+        self._marks: list[Any] | None = None
+        self._here: list[torch.Tensor] = []
+        self._prepared_for: list[torch.Tensor] | None = None
         self._known: list[torch.Tensor] = []
         self._kept: list[torch.Tensor] = []
+        self._sparse: list[int] = []
         self._kinds: list[tuple[Any, ...]] = []
         self._groups: list[_Group] = []
 
@@ -252,9 +286,8 @@ class Undo:
             self._known = now
             for group in self._groups:
                 torch._foreach_copy_(group.kept, group.of(now))
-            for place, tensor in enumerate(now):
-                if tensor.layout is not torch.strided:
-                    self._kept[place] = tensor.detach().clone()  # its size depends on its content
+            for place in self._sparse:
+                self._kept[place] = now[place].detach().clone()  # its size depends on its content
 
     def restore(self, where: torch.Tensor | bool = True) -> None:
         """Puts back what was kept, bit for bit. Not between a forward pass and its backward pass.
@@ -275,6 +308,8 @@ class Undo:
                     if _can_choose(group.device, where):
                         group.choose(now, where.to(group.device, non_blocking=True))
                         chosen.update(group.places)
+            if len(chosen) == len(now):
+                return
         with torch.inference_mode():  # a buffer that was replaced in a validation can be written to only here
             for tensor, kept in self._pairs(now, chosen):
                 is_strided = tensor.layout is torch.strided
@@ -302,12 +337,23 @@ class Undo:
             return torch.stack([each.to(home, non_blocking=True) for each in verdicts]).any()
 
     def _now(self) -> list[torch.Tensor]:
-        here = [own for tensor in self._tensors() if not (own := local(tensor)).is_meta]
-        return [own if own.layout is not _STRIDED or own.is_contiguous() else _without_repeats(own) for own in here]
+        """What this rank holds of the tensors. In nearly every step they are what they were: the same list again."""
+        given = list(self._tensors())
+        are_same = len(given) == len(self._given) and all(map(operator.is_, given, self._given))
+        if are_same and self._marks is not None and self._marks == _marks(given):
+            return self._here
+        self._given, self._marks = given, _marks(given) if _are_dense(given) else None
+        here = [own for tensor in given if not (own := local(tensor)).is_meta]
+        self._here = [
+            own if own.layout is not _STRIDED or own.is_contiguous() else _without_repeats(own) for own in here
+        ]
+        return self._here
 
     def _is_prepared(self, now: list[torch.Tensor]) -> bool:
         # Not whether they are the same tensors: ``Module.to`` gives a tensor another type, device or memory.
-        return len(now) == len(self._kept) and [_kind(tensor) for tensor in now] == self._kinds
+        if now is not self._prepared_for and len(now) == len(self._kinds) and [*map(_kind, now)] == self._kinds:
+            self._prepared_for = now
+        return now is self._prepared_for
 
     def _prepare(self, now: list[torch.Tensor]) -> None:
         """Makes room for the copies, in groups for which one kernel is enough."""
@@ -315,7 +361,9 @@ class Undo:
         for place, tensor in enumerate(now):
             if tensor.layout is torch.strided:
                 places.setdefault((tensor.device, tensor.dtype), []).append(place)
-        self._kept, self._kinds = list(now), [_kind(tensor) for tensor in now]
+        self._prepared_for, self._kinds = now, [*map(_kind, now)]
+        self._kept = list(now)
+        self._sparse = [place for place, tensor in enumerate(now) if tensor.layout is not _STRIDED]
         self._groups = [_Group(mine, [now[place] for place in mine]) for mine in places.values()]
         for group in self._groups:
             for place, kept in zip(group.places, group.kept, strict=True):
@@ -389,8 +437,13 @@ def _without_repeats(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def _kind(tensor: torch.Tensor) -> tuple[Any, ...]:
-    return tensor.shape, tensor.dtype, tensor.device, tensor.layout
+_kind = operator.attrgetter("shape", "dtype", "device", "layout")
+_FORM = operator.attrgetter("shape", "dtype")
+
+
+def _marks(tensors: list[torch.Tensor]) -> list[Any]:
+    """What differs if a tensor is the same object and yet another one: by its ``data``, or by ``resize_``."""
+    return [*map(_FORM, tensors), *map(torch.Tensor.data_ptr, tensors)]
 
 
 class ChangingBuffers:
@@ -407,7 +460,11 @@ class ChangingBuffers:
     _FIRST = 3
 
     def __init__(self, module: torch.nn.Module) -> None:
-        self._places = [(each._buffers, name) for each in module.modules() for name in each._buffers]
+        places = [(each._buffers, name) for each in module.modules() for name in each._buffers]
+        self._owners, self._names = [owner for owner, _ in places], [name for _, name in places]
+        self._now: list[torch.Tensor | None] = []
+        self._large: list[int] = []
+        self._found: list[torch.Tensor] | None = None
         self._seen: dict[int, tuple[int, int]] = {}
         self._changing: set[int] = set()
         self._first = self._FIRST
@@ -415,27 +472,34 @@ class ChangingBuffers:
     @property
     def exist(self) -> bool:
         """Whether the module has any."""
-        return bool(self._places)
+        return bool(self._names)
 
     def look(self) -> None:
         """Looks for changes; to be called once for every window, before the buffers are copied."""
         self._first -= 1
-        for place, (buffers, name) in enumerate(self._places):
-            buffer = buffers.get(name)
-            if buffer is None or buffer.numel() <= _LARGE:
-                continue
-            now = id(buffer), buffer._version
+        self._fetch()
+        if self._large:
+            self._found = None
+        for place in self._large:
+            buffer = self._now[place]
+            now = id(buffer), buffer._version  # type: ignore[union-attr]
             if self._seen.setdefault(place, now) != now:
                 self._changing.add(place)
 
     def __call__(self) -> list[torch.Tensor]:
         """Those that may change, in the order of the module."""
-        found = []
-        for place, (buffers, name) in enumerate(self._places):
-            buffer = buffers.get(name)
-            if buffer is not None and (self._first >= 0 or place in self._changing or buffer.numel() <= _LARGE):
-                found.append(buffer)
-        return found
+        self._fetch()
+        if self._found is None:
+            left_out = {*self._large} - self._changing if self._first < 0 else set()
+            places = enumerate(self._now)
+            self._found = [buffer for place, buffer in places if buffer is not None and place not in left_out]
+        return self._found
+
+    def _fetch(self) -> None:
+        now = list(map(dict.get, self._owners, self._names))
+        if len(now) != len(self._now) or not all(map(operator.is_, now, self._now)):
+            self._now, self._found = now, None
+            self._large = [place for place, buffer in enumerate(now) if buffer is not None and buffer.numel() > _LARGE]
 
 
 class LateReads:

@@ -325,12 +325,18 @@ class StepGuard:
         return result.to(self.device, non_blocking=self.device.type != "cpu")
 
     def take_norm(self, optimizer: Optimizer, norm: torch.Tensor) -> None:
-        """The norm of an optimizer's gradients of all ranks is known, the same on all of them."""
-        self._norm[id(optimizer)] = norm.detach()
+        """The norm of an optimizer's gradients of all ranks is known, the same on all of them.
+
+        It saves a second look at all gradients where they are not sharded: it is finite if they are. Where it is not,
+        they were clipped to nothing, at the least. That of 16-bit floats is soon too large for its type, and says
+        nothing.
+        """
+        if self.sharded or norm.dtype is not torch.float16:
+            self._norm[id(optimizer)] = norm.detach()
 
     def before_norm(self, optimizer: Optimizer) -> None:
         """Before that norm: a rank whose loss is bad notifies the others by it."""
-        if not self.skips or not (self._bad_loss or self._fine_losses):
+        if not self.sharded or not self.skips or not (self._bad_loss or self._fine_losses):
             return
         carrier = self._carrier(optimizer, with_gradient=True)
         if carrier is None or carrier.grad is None:
@@ -399,19 +405,22 @@ class StepGuard:
         if _is_scaled(optimizer):
             # The scaler checks the gradients, and where there are other ranks finds a bad loss in them, on all ranks.
             self._scaled, fine = True, not self._bad_loss or self.replicated or self.sharded
-        elif norm is not None:
-            fine = math.isfinite(norm)
         else:
-            fine = (self.replicated or not self._bad_loss) and are_finite(self._to_check(optimizer))
+            all_know = self.replicated or (self.sharded and norm is not None)  # of a bad loss, by what is looked at
+            fine = (all_know or not self._bad_loss) and (
+                are_finite(self._to_check(optimizer)) if norm is None else math.isfinite(norm)
+            )
         if fine:
             return True
         result, alone = self._result, self.sharded and norm is None
         result.is_common = not alone
-        result.grad_norm = math.hypot(*_norms(optimizer))
+        result.grad_norm = math.hypot(*_norms(optimizer)) if norm is None else float(norm)
         if result.problem is None:
             named = ((name, each.grad) for name, each in self.named_parameters() if each.grad is not None)
             if names := nonfinite_names(named):  # in DDP the same on all ranks, whoever it was
                 result.blame(f"gradients are not finite: {', '.join(names)}", is_here=self.sharded)
+            elif norm is not None and math.isinf(norm) and not self.sharded:
+                result.blame("the gradients are too large: their norm is infinite", is_here=False)
             else:
                 result.blame(_ELSEWHERE, is_here=False)
         result.has_happened |= alone and self.skips
@@ -434,12 +443,12 @@ class StepGuard:
 
     def _is_fine(self, optimizer: Optimizer, norm: torch.Tensor | None) -> torch.Tensor:
         """Whether the step may happen; the same on all ranks, on the device of this rank."""
-        to_check: list[torch.Tensor] = []
-        if not _is_scaled(optimizer):
-            if norm is not None:
-                return self._at_home(torch.isfinite(norm))
-            to_check = self._to_check(optimizer)
-        fine = self._at_home(all_finite(to_check))
+        if norm is not None and not _is_scaled(optimizer):
+            fine = self._at_home(norm < math.inf)  # false for NaN
+            if self.sharded:
+                return fine
+        else:
+            fine = self._at_home(all_finite([] if _is_scaled(optimizer) else self._to_check(optimizer)))
         if self.replicated:
             self._carrier(optimizer, with_gradient=True)  # chosen for the next step
         elif not self.sharded and self._fine_losses:  # this rank is alone: its own losses count

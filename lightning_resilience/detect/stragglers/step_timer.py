@@ -218,7 +218,9 @@ class DeviceStepTimer:
             if self._marks:
                 self._in_flight.append([*self._marks, (event, DATA)])
             self._marks = [(event, DATA)] if is_timed else []
-        self._section, self._waits, self._stream = DATA, 0, self._get_stream()
+            if is_timed:
+                self._stream = self._get_stream()
+        self._section, self._waits = DATA, 0
         self._collect()
 
     def enter(self, section: int) -> None:

@@ -5,20 +5,23 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from concurrent.futures import TimeoutError as NoAnswer  # the built-in one only from Python 3.11 on
 from typing import TypeVar
+
+__all__ = ["NoAnswer", "in_daemon_thread"]
 
 T = TypeVar("T")
 
 
-def in_daemon_thread(work: Callable[[], T], name: str) -> Future[T]:
+def in_daemon_thread(work: Callable[[], T], name: str | None = None) -> Future[T]:
     """Starts ``work`` in a thread of its own.
 
     Args:
         work: What to do.
-        name: Of the thread.
+        name: Of the thread, for who looks at a stack.
 
     Returns:
-        What ``work`` returns or raises.
+        What ``work`` returns or raises; ``result(seconds)`` raises :class:`NoAnswer` if that is not there in time.
     """
     future: Future[T] = Future()
     pending = [work]
