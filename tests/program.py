@@ -843,7 +843,7 @@ class Lines(Logger):
 
 
 def config_monitor(config: dict[str, Any]) -> str:
-    return "val_loss" if config["validation"] else "train_loss_epoch"
+    return "val_loss" if config["validation"] not in (False, "no batches") else "train_loss_epoch"
 
 
 def digest(module: torch.nn.Module, buffers: bool = True) -> str:
@@ -903,7 +903,7 @@ def main(config: dict[str, Any]) -> None:
         val = DataLoader(Data(BATCH * 3 * world_size, False), BATCH, **keep) if config["validation"] else None
         val = None if config["data"] == "some anew" else val
         train = loader(config, world_size, trainer.global_rank)
-        val = train if config["validation"] == "same loader" else val
+        val = {"same loader": train, "no batches": []}.get(config["validation"], val)
         trainer.fit(module, *([] if train is None else [train]), val_dataloaders=val, ckpt_path=config["ckpt_path"])
         do(config, "after", fit, trainer.global_rank)
         if config["digests"]:

@@ -88,10 +88,11 @@ TRAINERS = {
     "accumulation that changes with the epoch": {"accumulates": {0: 1, 1: 2}, "save_every": 3},
     "validation workers that persist": {"validation": True, "persistent_validation": True},
     "loaders made anew": {"trainer": {"reload_dataloaders_every_n_epochs": 2, "max_epochs": 5}, "validation": True},
+    "validations without batches": {"validation": "no batches"},
 }
 
 
-@pytest.mark.slow_but_for("31-accumulation")
+@pytest.mark.slow_but_for("31-accumulation", "31-validations without batches")
 @pytest.mark.parametrize(
     "options", some(TRAINERS, "manual optimization", "early stopping", "max_steps", "hooks that draw")
 )

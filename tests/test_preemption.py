@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from lightning_resilience import Interrupted, Preemption, signals
 from lightning_resilience.checkpoint import resume
+from lightning_resilience.run import deadlines
 from lightning_resilience.run.run_directory import RunDirectory
 from tests.harness import Ranks, result, run, run_command, samples
 from tests.ledgers import Ledger, read_ledger
@@ -343,6 +345,58 @@ def requeued_from_the_boundary(tmp: Path) -> None:
 def test_requeues_a_slurm_job_from_the_boundary(tmp_path: Path) -> None:
     """SIGUSR1 under ``SLURMEnvironment(auto_requeue=True)``, which Lightning serves from inside the handler."""
     requeued_from_the_boundary(tmp_path)
+
+
+TOO_LATE = """
+import os, signal, sys, time
+import lightning.pytorch as L
+from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning_resilience import AutoResume, Preemption
+
+class AtTheEnd(L.Callback):
+    def on_train_end(self, trainer, module):
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.3)
+
+callbacks = [*(eval(name)(run_dir="run") for name in sys.argv[1:]), AtTheEnd()]
+trainer = L.Trainer(max_steps=2, accelerator="cpu", logger=False, enable_progress_bar=False, callbacks=callbacks)
+trainer.fit(BoringModel())
+print("went on")
+"""
+
+
+@pytest.mark.parametrize(
+    "order", ["Preemption AutoResume", pytest.param("AutoResume Preemption", marks=pytest.mark.slow)]
+)
+def test_a_signal_that_comes_too_late_for_the_fit_ends_the_script(tmp_path: Path, order: str) -> None:
+    """Whichever of our callbacks is the first to be told of the end."""
+    command = [sys.executable, "-c", TOO_LATE, *order.split()]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    assert ended.returncode == -signal.SIGTERM, ended.stderr
+    assert "went on" not in ended.stdout
+
+
+@pytest.mark.parametrize(("asked_s", "is_s"), [(7.0, 7.0), (3600.0, 60.0), (deadlines.DEFAULT_GRACE_PERIOD_S, 60.0)])
+def test_the_shorter_grace_period_holds_under_a_launch(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, asked_s: float, is_s: float
+) -> None:
+    found: list[float] = []
+
+    class Looks(L.Callback):
+        def on_train_batch_start(self, *args: Any) -> None:
+            found.append(listener.grace_period_s)
+
+    listener = signals.install(grace_period_s=60.0)  # as launch does
+    assert listener is not None
+    try:
+        own = Preemption(grace_period_s=asked_s, run_dir=tmp_path / "run")
+        options: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+        L.Trainer(max_steps=1, accelerator="cpu", callbacks=[own, Looks()], **options).fit(BoringModel())
+    finally:
+        signals.uninstall()
+    assert found == [is_s]
+    assert listener.grace_period_s == 60.0
+    assert ("raise its --grace-period" in caplog.text) == (asked_s == 3600.0)
 
 
 @pytest.mark.parametrize("what", ["validate", "test", "predict"])

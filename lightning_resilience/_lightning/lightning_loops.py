@@ -169,6 +169,7 @@ def on_evaluation(
     before_data: Callable[[list[Any]], None],
     boundary: Callable[[int, int], None],
     end: Callable[[], None],
+    left: Callable[[], None],
 ) -> None:
     """Calls functions around and within every validation of the fit, the sanity check included.
 
@@ -179,6 +180,7 @@ def on_evaluation(
         before_data: Given the data loaders, before their iterators are made.
         boundary: Before every batch, with the data-loader index and the batch index.
         end: After the last batch, before the reductions at the end. No hook is called there on all ranks alike.
+        left: After everything, also where there is no batch: Lightning returns before the end then.
     """
     loop = trainer.fit_loop.epoch_loop.val_loop
     step = loop._evaluation_step
@@ -187,7 +189,7 @@ def on_evaluation(
         boundary(dataloader_idx, batch_idx)
         step(batch, batch_idx, dataloader_idx, dataloader_iter)
 
-    patches.wrap(loop, "run", before=start)
+    patches.wrap(loop, "run", before=start, after=left)
     patches.wrap(loop, "reset", before=lambda: before_data(validation_loaders(trainer)))
     patches.set(loop, "_evaluation_step", wrapped_step)
     patches.wrap(loop, "on_run_end", before=end)

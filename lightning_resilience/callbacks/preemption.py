@@ -130,17 +130,6 @@ class Preemption(SessionCallback):
         """Stops ``trainer.predict``."""
         self._stop_outside_of_fit()
 
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Leaves the session."""
-        if session_of(trainer, self):
-            listener = signals.installed()
-            super().teardown(trainer, pl_module, stage)
-            if listener is None or listener.received is None or signals.installed() is not None:
-                return
-            # The signal came too late for this fit: the previous handler decides.
-            if listener.received not in listener.returned:
-                signal.raise_signal(listener.received)
-
 
 def _listen_again() -> None:
     if (listener := signals.installed()) is not None:

@@ -243,9 +243,7 @@ def _held(sockets: Iterable[tuple[int, str]]) -> list[int]:
     found, store = [], int(os.environ.get("MASTER_PORT", "0"))
     for fd, name in sockets:
         with suppress(OSError):
-            with socket.socket(fileno=fd) as borrowed:
-                own = borrowed.dup()
-                borrowed.detach()
+            own = socket.socket(fileno=os.dup(fd))  # not by `socket.dup`, which sets the mode of both
             with own, suppress(OSError):
                 is_network = own.family in (socket.AF_INET, socket.AF_INET6)
                 if is_network and own.getpeername()[1] != store and os.readlink(f"/proc/self/fd/{fd}") == name:

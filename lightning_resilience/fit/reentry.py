@@ -215,6 +215,7 @@ class Replaceability(Participant):
         self.why_not: str | None = "launch --elastic has not started it"
         self._ready: dict[str, Any] = {}
         self._judges_data = False
+        self._loaders: Sequence[Any] | None = None
 
     @property
     def is_possible(self) -> bool:
@@ -244,6 +245,7 @@ class Replaceability(Participant):
             tasks = lightning_loggers.why_others_cannot_log(trainer)
             self._ready = {"tasks": tasks or "", "group": group}
             self._say_ready(fewer)
+            self._judge_data()
             is_gpu = trainer.strategy.root_device.type != "cpu"
             if trainer.is_global_zero and is_first and is_gpu and dist.get_backend() != "gloo":
                 log.info("--elastic has not been run with NCCL yet: if a replacement fails, all ranks are restarted.")
@@ -253,10 +255,17 @@ class Replaceability(Participant):
             log.warning("The loss of a rank will restart all ranks: %s.", self.why_not)
 
     def before_training_data(self, loaders: Sequence[Any]) -> None:
-        """Only now it is known whether others can train on what a lost rank would."""
-        if self._judges_data and self._line is not None:
+        """Only now it is known whether others can train on what a lost rank would.
+
+        That is before :meth:`begin` where the module asks how many steps there will be, to configure its optimizers.
+        """
+        self._loaders = loaders
+        self._judge_data()
+
+    def _judge_data(self) -> None:
+        if self._judges_data and self._loaders is not None and self._line is not None:
             self._judges_data = False
-            self._line.why_not_fewer = absent_ranks.why_not_divided(self._fit.trainer, loaders) or ""
+            self._line.why_not_fewer = absent_ranks.why_not_divided(self._fit.trainer, self._loaders) or ""
             self._say_ready(self._line.why_not_fewer)
 
     def _say_ready(self, fewer: str | None) -> None:

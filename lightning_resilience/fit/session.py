@@ -134,8 +134,8 @@ class FitSession:
             trainer, patches, self._before_epoch, self._end_of_epoch, self._before_train_end, self._complete
         )
         lightning_loops.on_training_boundary(trainer, patches, self._training_boundary)
-        evaluation = self._evaluation_start, self._guard_workers, self._evaluation_boundary, self._evaluation_end
-        lightning_loops.on_evaluation(trainer, patches, *evaluation)
+        during = self._guard_workers, self._evaluation_boundary, self._evaluation_end
+        lightning_loops.on_evaluation(trainer, patches, self._evaluation_start, *during, self._leave_evaluation)
 
     # -- the start -----------------------------------------------------------------------------------------------------
 
@@ -379,6 +379,11 @@ class FitSession:
     def _evaluation_end(self) -> None:
         if self._is_training:
             self._boundary_in_evaluation(agreement_protocol.end_of_evaluation(self.fit.steps_counted))
+            self._leave_evaluation()
+
+    def _leave_evaluation(self) -> None:
+        """One without batches has no end to be called at."""
+        if self._is_training and self.exact.before_evaluation is not None:
             self.exact.evaluation_ends()
             if not self.fit.trainer.sanity_checking:
                 self.fit.enter("out_of_section")
@@ -530,6 +535,7 @@ class FitSession:
         fit = self.fit
         fit.time.end_fit(fit.failing)
         with ExitStack() as steps:  # in reverse order, also if one raises
+            steps.callback(_each, fit.participants.implement(Participant.left))
             if self._own_account.is_kept or not fit.time.is_shared:  # else the watchdog records it
                 steps.callback(self._own_account.record)
             if fit.rank == 0:
@@ -537,7 +543,6 @@ class FitSession:
             steps.callback(begin_another, *(wandb_run_id(fit.run_id, fit.index + more) for more in (0, 1)))
             if self._unwatched is not None:
                 steps.callback(self._unwatched.end_fit)
-            steps.callback(_each, fit.participants.implement(Participant.left))
             steps.callback(self.exact.stop)
             steps.callback(self._release)
             steps.callback(fit.agreement.stop)

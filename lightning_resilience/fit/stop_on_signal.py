@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import signal
 import threading
@@ -18,7 +19,7 @@ from lightning_resilience.fit.participant import Participant
 from lightning_resilience.fit.session import FitSession
 from lightning_resilience.launch import membership
 from lightning_resilience.launch.schedulers import current_scheduler
-from lightning_resilience.run.deadlines import STOP_IS_DECIDED_WITHIN_S
+from lightning_resilience.run.deadlines import DEFAULT_GRACE_PERIOD_S, STOP_IS_DECIDED_WITHIN_S
 from lightning_resilience.run.events import FitInterrupted, SignalReceived
 from lightning_resilience.run.history import read_history
 from lightning_resilience.run.run_directory import NOT_SHOWN, RUN_DIR_VARIABLE
@@ -54,6 +55,9 @@ class StopOnSignal(Participant):
         self._grace_period_s = grace_period_s
         self._listener = listener
         self._release = release
+        self._before_s = listener.grace_period_s
+        if self._asks_for_time:  # that of a launch has been given its own time
+            listener.grace_period_s = min(self._before_s, grace_period_s or math.inf)
         # The terminal may close with the signal or before it: a progress bar must not end the run.
         is_launched = RUN_DIR_VARIABLE in os.environ  # the launcher handles progress bars of all ranks
         self._release_output = guard_streams(
@@ -73,10 +77,20 @@ class StopOnSignal(Participant):
         """Warns if the grace period is too short for a save."""
         if self.session.fit.rank > 0:
             return
-        seconds, grace_period_s = self._last_save_s(), signals.grace_period(self._grace_period_s)
+        seconds, grace_period_s = self._last_save_s(), self._listener.grace_period_s
+        if self._asks_for_time and self._grace_period_s > grace_period_s:
+            log.warning(
+                "The launch allows %.0f s after a signal, not the %.0f s of grace_period_s: raise its --grace-period.",
+                grace_period_s,
+                self._grace_period_s,
+            )
         if seconds is not None and seconds > grace_period_s:
             times = f"The last save took {seconds:.0f} s, the grace period is {grace_period_s:.0f} s"
             log.warning("%s: too short for a save after a signal. Extend it, or save to faster storage.", times)
+
+    @property
+    def _asks_for_time(self) -> bool:
+        return self._grace_period_s != DEFAULT_GRACE_PERIOD_S
 
     def on_event_known(self, event: Event) -> None:
         """Starts the grace period of this rank."""
@@ -110,6 +124,7 @@ class StopOnSignal(Participant):
 
     def leave(self) -> None:
         """Restores output and handlers."""
+        self._listener.grace_period_s = self._before_s
         if self._line is not None:
             self._line.stop = lambda: None
         try:
@@ -120,6 +135,14 @@ class StopOnSignal(Participant):
                 self._release_output()
         finally:
             self._release()
+
+    def left(self) -> None:
+        """Has the previous handler decide about a signal that came too late for this fit."""
+        received = self._listener.received
+        if received is None or received in self._listener.returned or signals.installed() is not None:
+            return
+        if not self.session.fit.failing:
+            signal.raise_signal(received)
 
     def _on_signal(self, signum: signal.Signals) -> None:
         if self._line is None or not self._line.is_told_who_stops or signum not in (signal.SIGTERM, signal.SIGINT):

@@ -70,7 +70,7 @@ RESTARTS_SPENT = "restarts_spent"
 def main() -> None:
     """Runs ``[-m] script [args...]`` from the command line as ``__main__``."""
     redirect_streams()
-    signals.install()
+    signals.install(grace_period_s=signals.grace_period(0))  # that of the launch, however long it is
     # Slurm sends the signal of a time limit to every process of the job. The launch makes SIGTERM of it.
     for signum in (signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(signum, signal.SIG_IGN)
