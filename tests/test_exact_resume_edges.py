@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -352,4 +353,26 @@ def test_the_newest_own_file_of_a_model_checkpoint_means_to_resume(
     other.start(8)
     with caplog.at_level(logging.INFO):
         other.start(ckpt_path=newest_of(own))
+    assert "wins" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["last.ckpt", "last_of_pretraining.ckpt"])
+def test_the_last_checkpoint_of_another_run_is_a_choice(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    """Only this Trainer's own is what ``ckpt_path="last"`` stands for."""
+    theirs, own = tmp_path / "theirs", tmp_path / "own"
+    saves: dict[str, Any] = {"options": {"enable_checkpointing": True}}
+    other = Script(tmp_path / "other", lambda: [ModelCheckpoint(theirs, every_n_train_steps=4)], **saves)
+    other.start(14)
+    (newest,) = theirs.iterdir()
+    chosen = shutil.copy(newest, tmp_path / name)
+    script = Script(tmp_path, lambda: [ModelCheckpoint(own, save_last=True, every_n_train_steps=4)], **saves)
+    script.start(22)
+    with caplog.at_level(logging.INFO):
+        script.start(23, ckpt_path="last")
+        script.start(23, ckpt_path=own / "last.ckpt")
+    assert "wins" not in caplog.text
+    with caplog.at_level(logging.INFO):
+        script.start(ckpt_path=chosen)
     assert "wins" in caplog.text

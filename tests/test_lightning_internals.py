@@ -36,9 +36,13 @@ NAMES: dict[str, tuple[Callable[[Any], Any], set[str]]] = {
     "source of training data": (lambda t: t.fit_loop._data_source, {"dataloader"}),
     "checkpoint connector": (
         lambda t: t._checkpoint_connector,
-        {"_ckpt_path", "_loaded_checkpoint", "_restore_modules_and_callbacks"}
+        {"_ckpt_path", "_hpc_resume_path", "_loaded_checkpoint", "_restore_modules_and_callbacks"}
         | {"dump_checkpoint", "restore_callbacks", "restore_datamodule", "restore_model", "resume_start"}
         | {"restore_training_state", "resume_end"},
+    ),
+    "checkpoints": (
+        lambda t: importlib.import_module(f"{package_of(t)}.callbacks").ModelCheckpoint,
+        {"_find_last_checkpoints"},
     ),
     "signal connector": (lambda t: t._signal_connector, {"_original_handlers", "register_signal_handlers", "teardown"}),
     "prediction loop": (lambda t: t.predict_loop, {"_predict_step"}),

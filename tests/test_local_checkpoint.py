@@ -317,6 +317,24 @@ def test_another_mesh(tmp_path: Path) -> None:
     assert "saved by another strategy (sharded by ModelParallelStrategy in groups of 2, not" in line
 
 
+@pytest.mark.slow_but_for("ranks")
+@pytest.mark.parametrize("flag", ["ranks", "strategy"])
+def test_a_start_with_a_wrong_flag_removes_nothing(tmp_path: Path, flag: str) -> None:
+    """All that there is so far is local."""
+    two: dict[str, Any] = {"trainer": {"devices": 2, "max_epochs": 2}, "manual": True, "save_every": 1000}
+    right = {**two, "sharded": flag == "strategy"}
+    config = killed(tmp_path, 27, **options_of(tmp_path, BOTH, **right))
+    before = parts_in(tmp_path / "local")
+    wrong = {"sharded": False} if flag == "strategy" else {"trainer": {**two["trainer"], "devices": 1}}
+    codes, text = run({**config, **wrong}, tmp_path / "disturbed")
+    assert 0 not in codes, text
+    assert "The only checkpoints of" in text
+    assert "was saved by" in text
+    assert parts_in(tmp_path / "local") == before
+    resumed(config, tmp_path)
+    assert [tier for tier, _ in resumes(config["run_dir"])] == ["local"]
+
+
 # One process, without killing it: what an exception leaves behind is the same, and quicker to have
 
 

@@ -20,6 +20,15 @@ if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
 
+def paths_to_resume_from(trainer: Trainer) -> set[str]:
+    """What ``ckpt_path="last"`` and ``"hpc"`` stand for, which Lightning has replaced by one of these."""
+    found = {str(path) for path in (trainer._checkpoint_connector._hpc_resume_path,) if path is not None}
+    for callback in trainer.checkpoint_callbacks:
+        if hasattr(callback, "_find_last_checkpoints"):
+            found.update(map(str, callback._find_last_checkpoints(trainer)))
+    return found
+
+
 def on_restore(trainer: Trainer, patches: Patches, restore: Callable[[str | None, Any], None]) -> None:
     """Calls ``restore(ckpt_path, weights_only)`` where Lightning loads a checkpoint.
 

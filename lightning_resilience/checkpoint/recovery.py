@@ -97,6 +97,8 @@ class LocalTier:
         """What this process need not read, until it has resumed."""
         self.bad: list[tuple[str, str]] = []
         """Shards that this rank found to be bad, and why."""
+        self.of_others: list[str] = []
+        """Whole generations that other ranks or another strategy could go on from, since :meth:`find`."""
         self.unreadable: list[str] = []
         """Shards that some rank could not read since :meth:`find`, and why; the same on all ranks."""
         self.used_replica = False
@@ -114,11 +116,15 @@ class LocalTier:
         self.unreadable = [each for _, unreadable in scans for each in unreadable]
         found = generations([each for shards, _ in scans for each in shards], without, self._group)
         usable, reasons = [], []
+        self.of_others = []
         for each in found:
-            if (refusal := self._refusal(each)) is not None:
+            refusal = self._refusal(each)
+            if refusal is None and each.kind != kind:
+                refusal = f"another strategy ({each.kind}, not {kind})"
+            if refusal is not None:
                 reasons.append(f"that of step {each.step} was saved by {refusal}")
-            elif each.kind != kind:
-                reasons.append(f"that of step {each.step} was saved by another strategy ({each.kind}, not {kind})")
+                if not each.missing and is_on_course(forks, each.course, each.step):
+                    self.of_others.append(reasons[-1])
             elif not is_on_course(forks, each.course, each.step):
                 reasons.append(f"that of step {each.step} was saved before the training rolled back past it")
             elif each.missing and each.differs:

@@ -27,7 +27,7 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 
 from lightning_resilience._files import clean_temporaries
-from lightning_resilience._lightning import lightning_callbacks, lightning_strategies
+from lightning_resilience._lightning import lightning_callbacks, lightning_checkpoints, lightning_strategies
 from lightning_resilience._lightning.lightning_strategies import name_of
 from lightning_resilience.checkpoint import checkpoint_file, dcp, resume
 from lightning_resilience.checkpoint.generations import Generation, is_on_course
@@ -35,6 +35,7 @@ from lightning_resilience.checkpoint.recovery import LocalTier
 from lightning_resilience.checkpoint.safe_serialization import from_safe
 from lightning_resilience.fit.context import FitContext
 from lightning_resilience.fit.exact_state import STATE_KEY
+from lightning_resilience.fit.identity import is_started_by_machine
 from lightning_resilience.fit.outcome import ENDS_APART, FitOutcome
 from lightning_resilience.launch.script_errors import past_max_epochs
 from lightning_resilience.run.events import (
@@ -48,6 +49,7 @@ from lightning_resilience.run.events import (
 )
 from lightning_resilience.run.history import read_history
 from lightning_resilience.run.run_directory import AnotherFit, StorageFails
+from lightning_resilience.run.settings import CONTINUE_VARIABLE
 
 log = logging.getLogger(__name__)
 
@@ -155,6 +157,8 @@ class CheckpointSelector:
         finished = self._outcome.finished_before()
         if (choice := self._first_usable(paths, generations, finished)) is not None:
             return choice
+        if self.local is not None and self.local.of_others and not finished:
+            self._begins_anew_beside(self.local.of_others[0])
         if zero:
             starts = f"this fit starts from {explicit or 'the beginning'}"
             if finished or paths or generations or os.path.lexists(fit.folder.quarantine):
@@ -168,6 +172,25 @@ class CheckpointSelector:
                 log.info("Nothing to resume from in %s: %s.", fit.folder.path, starts if explicit else "a fresh start")
             fit.ledger.record(Fresh(fit=fit.index))
         return None
+
+    def _begins_anew_beside(self, refused: str) -> None:
+        """All that there is was saved by other ranks or another strategy: perhaps a start with a wrong flag.
+
+        Raises:
+            AnotherFit: If a person can mend that, or nothing else than local checkpoints is ever saved.
+        """
+
+        def goes_on() -> bool:
+            return os.environ.get(CONTINUE_VARIABLE) == "1" or (self.uses_global and is_started_by_machine())
+
+        if not self._fit.from_rank_0(goes_on):
+            raise AnotherFit(
+                f"The only checkpoints of {self._fit.folder.path} are local ones, and {refused}. Start it as it was "
+                f"before, or in another run directory (--run-dir, run_dir=). With {CONTINUE_VARIABLE}=1 it begins "
+                "anew here, and they are removed"
+            )
+        if self._fit.trainer.is_global_zero:
+            log.warning("The only checkpoints are local, and %s: they are removed as soon as one is saved.", refused)
 
     def _saved_once(self) -> int | None:
         """The newest step of this fit that was saved to the run directory, as far as is known."""
@@ -270,13 +293,18 @@ class CheckpointSelector:
     def _is_users_choice(self, explicit: str, own: bool) -> bool:
         if (self._fit.folder.fingerprint or {}).get("ckpt_path") == explicit:
             return False  # where this fit started: it resumes from its own newer checkpoint
+        if not own:
+            return True
         # ckpt_path="last" and "hpc" mean "resume"; Lightning has turned them into paths by now.
-        means_resume = Path(explicit).stem.startswith(("last", "hpc_ckpt_"))
-        if own and not means_resume and self._is_newest_of_this_fit(Path(explicit)):
-            means_resume = True
+        if explicit in lightning_checkpoints.paths_to_resume_from(self._fit.trainer):
+            return False
+        path = Path(explicit)
+        is_last = path.stem.startswith("last") and self._step_of_this_fit(path) is not None
+        if is_last or self._is_newest_of_this_fit(path):
             what = f"fit(ckpt_path={explicit!r}) is the newest file of this fit's ModelCheckpoint"
             log.warning("%s: resuming the fit instead. To start from it, use another run directory.", what)
-        return not (means_resume and own)
+            return False
+        return True
 
     def _is_newest_of_this_fit(self, path: Path) -> bool:
         """Whether this fit has saved ``path`` through Lightning, and nothing later in the same folder.

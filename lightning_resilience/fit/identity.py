@@ -151,7 +151,7 @@ class FitIdentity:
         """Whether the final state of this fit would be restored as the result of other settings."""
         if not self.outcome.had_finished or self.exact.resumed is None or not self.is_its_own:
             return False
-        if os.environ.get(CONTINUE_VARIABLE) == "1" or _is_started_by_machine():
+        if os.environ.get(CONTINUE_VARIABLE) == "1" or is_started_by_machine():
             return False
         # With a later fit unfinished this is the resume of a run, in which settings may differ by themselves.
         outcomes = [fit.outcome for fit in self.fit.run.fits]
@@ -185,7 +185,7 @@ def _digest(parameters: Iterable[tuple[str, tuple[int, ...] | None, torch.dtype]
     return hashlib.sha256(lines.encode()).hexdigest()
 
 
-def _is_started_by_machine() -> bool:
+def is_started_by_machine() -> bool:
     """Whether a launcher or a scheduler has started this process again, not a user."""
     counts = ("TORCHELASTIC_RESTART_COUNT", "LIGHTNING_RESILIENCE_JOB_ATTEMPT")
     return current_scheduler().restart_count > 0 or any(os.environ.get(name, "0") not in ("", "0") for name in counts)
