@@ -163,6 +163,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "loaders made anew": {"trainer": {"max_epochs": 3, "reload_dataloaders_every_n_epochs": 1}},
     "data that can be skipped": {"data": "tensors"},
     "NaNGuard": {"callbacks": ["preemption", "auto_resume", "nan_guard"]},
+    "each batch is run twice": {
+        "callbacks": ["preemption", "auto_resume", "nan_guard"],
+        "nan_guard": {"rerun": "report_determinism_stats"},
+    },
     "batches that are skipped": {
         "callbacks": ["preemption", "auto_resume", "nan_guard"],
         "nan_guard": {"action": "rollback"},

@@ -96,10 +96,11 @@ class Run:
         tasks: str = "",
         generation: int | None = None,
         group: int = 1,
+        has_trained: bool = False,
     ) -> None:
         generation = self.policy.generation if generation is None else generation
         fields = {"state": state, "generation": generation, "reason": "", "fewer": fewer, "tasks": tasks}
-        self.policy.heard(rank, "state", {**fields, "group": group})
+        self.policy.heard(rank, "state", {**fields, "group": group, "has_trained": has_trained})
 
     def step(self, seconds: float = 0.0) -> None:
         self.now += seconds
@@ -441,6 +442,22 @@ def test_newcomers_end_with_the_fit_and_do_not_change_the_result() -> None:
     run.step()
     assert run.policy.result == 0
     assert not run.told
+
+
+def test_nobody_is_taken_in_by_ranks_that_have_trained_unless_another_one_is_lost() -> None:
+    run = Run(size=4)
+    run.lose(1)
+    run.come_together()
+    run.say(2, "ready", has_trained=True)
+    run.say(1, "waiting")
+    run.step()
+    run.step(deadlines.NEWCOMERS_GATHER_WITHIN_S)
+    assert not run.told
+    run.lose(3)  # while it saves the final state: the others go back to their last one
+    run.come_together()
+    run.step()
+    run.step(deadlines.NEWCOMERS_GATHER_WITHIN_S)
+    assert [members for _, members in run.told] == [[0, 1, 2]]
 
 
 def test_a_process_that_the_kernel_does_not_end_does_not_hold_up_the_end() -> None:
@@ -978,6 +995,24 @@ def test_ranks_that_could_not_train_for_a_lost_one_wait_for_its_replacement(
     assert f"The other ranks keep their processes. They wait for it: {reason}." in output
     assert [each[:2] for each in changes(Path(config["run_dir"]) / "ledger")] == [([1], [0, 1])], output
     assert "Restarting all ranks" not in output
+
+
+@pytest.mark.parametrize("at", ["the end of the last epoch", "the end of the fit"])
+@pytest.mark.slow
+def test_ranks_that_come_back_when_the_others_have_trained(tmp_path: Path, at: str) -> None:
+    """One of them owns the run by then: the others end the fit together with them, and once."""
+    options: dict[str, Any] = {"trainer": {"max_epochs": 2}}
+    config = with_ranks(make(tmp_path, "disturbed", **options), 3)
+    kill = {"at": "train", "step": 13, "rank": 0, "do": "SIGKILL", "once": True}
+    where = {"at": "epoch_end", "step": 1} if at == "the end of the last epoch" else {"at": "train_end", "step": 32}
+    config["events"] = [kill, {**is_back(config["run_dir"]), "within_s": 20, **where}]
+    output = gone_on(tmp_path, config, 3, "--spares=off")
+    assert "could not be saved" not in output, output
+    assert "without an outcome" not in output
+    assert "saves failed" not in output
+    assert output.count("Finished: the script ended") == 1
+    wanted, _ = undisturbed(tmp_path, 3, **options)
+    torch.testing.assert_close(state_at_the_end(config), state_at_the_end(wanted), rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize(

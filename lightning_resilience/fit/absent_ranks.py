@@ -312,6 +312,17 @@ class AbsentRanks:
 
     # -- forward and backward passes -----------------------------------------------------------------------------------
 
+    def get_state_of_batch(self) -> Any:
+        """What the passes of the batch begin with that was fetched last."""
+        return {rank: state["now"] for rank, state in self.states.items()}, self._buffers_of.copy()
+
+    def set_state_of_batch(self, state: Any) -> None:
+        """The passes are made again."""
+        random, buffers = state
+        for rank, now in random.items():
+            self.states[rank]["now"] = now
+        self._buffers_of = buffers.copy()
+
     @contextmanager
     def _in_place_of(self, rank: int) -> Iterator[None]:
         self._expect_forward(rank)

@@ -9,7 +9,7 @@ from contextlib import suppress
 
 from lightning_resilience import agreement_protocol
 from lightning_resilience._lightning import lightning_limits, lightning_progress
-from lightning_resilience.agreement_protocol import Event, Needs
+from lightning_resilience.agreement_protocol import Event, Needs, PeerLost
 from lightning_resilience.checkpoint import resume
 from lightning_resilience.fit import checkpoint_io
 from lightning_resilience.fit.checkpoint_selector import CheckpointSelector
@@ -18,6 +18,7 @@ from lightning_resilience.fit.exact_state import ExactState
 from lightning_resilience.fit.outcome import ASKED, END_IS_MISSING, ENDS_APART, FitOutcome
 from lightning_resilience.fit.participant import Participant
 from lightning_resilience.fit.saving import Saver
+from lightning_resilience.launch import membership
 from lightning_resilience.run.events import Finished
 from lightning_resilience.run.history import read_history, troubles
 from lightning_resilience.run.run_directory import RUN_DIR_VARIABLE
@@ -143,7 +144,14 @@ class EndOfFit(Participant):
             if self.fit.trainer.is_global_zero:
                 for after_final_save in self.fit.participants.implement(Participant.after_final_save):
                     after_final_save()
+        else:
+            self._check_members()
         return path is not None
+
+    def _check_members(self) -> None:
+        """Raises if ranks have come back at the very end: one of them owns the run, and all enter the fit to end it."""
+        if membership.current() is not None and any(self.fit.gather(membership.is_replaced())):
+            raise PeerLost("the ranks of this run are others from here on")
 
     def complete(self) -> None:
         """Every ``on_train_end`` has ended: closes the agreement and saves what they have changed."""
@@ -166,6 +174,7 @@ class EndOfFit(Participant):
         for after_save in self.fit.participants.implement(Participant.after_save):
             after_save(True)
         step = self.fit.trainer.global_step
+        self._check_members()
         if self.fit.trainer.is_global_zero:
             reason = lightning_limits.limit_reached(self.fit.trainer) or ASKED
             about = {ENDS_APART: apart, END_IS_MISSING: is_missing and self.fit.final_path is not None}

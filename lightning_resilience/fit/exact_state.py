@@ -198,6 +198,17 @@ class ExactState:
         """Restores it."""
         data_position.set_random_state(state, self.fit.trainer.strategy.root_device, self._generators())
 
+    def get_state_of_batch(self) -> Any:
+        """What the passes of a fetched batch begin with, also those for absent ranks, if it is to be run again."""
+        return self.get_random_state(), None if self._absent is None else self._absent.get_state_of_batch()
+
+    def set_state_of_batch(self, state: Any) -> None:
+        """Restores it."""
+        own, of_absent = state
+        self.set_random_state(own)
+        if self._absent is not None:
+            self._absent.set_state_of_batch(of_absent)
+
     def _generators(self) -> list[torch.Generator]:
         trainer = self.fit.trainer
         loaders = [*lightning_data.train_loaders(trainer), *lightning_data.validation_loaders(trainer)]

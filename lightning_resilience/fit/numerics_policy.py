@@ -196,7 +196,7 @@ class NumericsPolicy(Participant):
         sharded = several and lightning_strategies.traits_of(trainer.strategy).all_ranks_write
         alone = session.fit.participants.train_apart  # each makes its own steps
         exact, patches = session.exact, session.fit.patches
-        reruns = Reruns(exact.get_random_state, exact.set_random_state, options.rerun == "report_determinism_stats")
+        reruns = Reruns(exact.get_state_of_batch, exact.set_state_of_batch, options.rerun == "report_determinism_stats")
         self._guard = StepGuard(
             lambda: trainer.optimizers,
             trainer.lightning_module.named_parameters,

@@ -306,6 +306,12 @@ class Replaceability(Participant):
         if line is not None and (line.is_over or (self.leaves and line.replacement(LOSS_CONFIRMED_WITHIN_S))):
             raise PeerLost("the ranks of this run are others from here on")
 
+    def before_end(self) -> bool:
+        """Nobody needs to come back any more."""
+        if self._line is not None and self.why_not is None:
+            self._line.say("ready", fewer=self._line.why_not_fewer, has_trained=True, **self._ready)
+        return False
+
     def end(self) -> None:
         """They have ended."""
         if self._line is not None:

@@ -592,6 +592,8 @@ class Saver:
         """
         if outcome.how == "stale":
             raise StaleAttempt(outcome.reason)
+        if outcome == _OF_OTHERS:
+            return False
         if outcome.how != "published":
             self._report_failed(outcome.reason, step)
             return False
@@ -668,13 +670,17 @@ def _failed(error: Exception) -> Outcome:
     return Outcome("failed", f"{type(error).__name__}: {error}")
 
 
+_OF_OTHERS = Outcome("invalidated", "the ranks of this run are others from here on")
+"""Nobody is told: the fit ends, or is entered again."""
+
+
 def _outcome_of(write: Callable[[], object]) -> Outcome:
     try:
         write()
     except SystemExit as error:  # StaleAttempt, also that of rank 0
         return Outcome("stale", str(error))
-    except PeerLost:  # the fit ends, or is entered again
-        return Outcome("invalidated")
+    except PeerLost:
+        return _OF_OTHERS
     except Exception as error:
         return _failed(error)
     return Outcome("published")

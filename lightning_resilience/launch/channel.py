@@ -17,9 +17,10 @@ kind        from -> to                  meaning, and its other fields
 ``state``   rank -> ``--elastic``       ``state``: ``ready`` (the loss of another rank can be mended; ``fewer``: why its
                                         fit cannot go on with fewer ranks, "", or null: not known yet; ``tasks``: why no
                                         other rank can take those of rank 0, or ""; ``group``: how many ranks hold the
-                                        state together, of which others have copies), ``refused`` (it cannot;
-                                        ``reason``), ``left`` (it has left the fit, to enter it again), ``waiting`` (at
-                                        the door, to be taken into a generation), ``done``; ``generation``: in which
+                                        state together, of which others have copies; ``has_trained``: whether it only
+                                        ends its fit), ``refused`` (it cannot; ``reason``), ``left`` (it has left the
+                                        fit, to enter it again), ``waiting`` (at the door, to be taken into a
+                                        generation), ``done``; ``generation``: in which
 ``saved``   rank -> ``--elastic``       there is a state to go back to
 ``stop``    ``--elastic`` -> rank       all ranks save and end; of several nodes, and SIGTERM follows
 ``replace`` ``--elastic`` -> rank       another generation begins: ``lost``: how each rank that was lost has ended;

@@ -185,7 +185,7 @@ class LossPolicy:
             self.wakes_at = min(self.wakes_at, leaves_at)
             if now >= leaves_at:
                 self._shrink(now)
-        elif self._are_in_fit() and (opens_at := self._newcomers.opens_at(now)) is not None:
+        elif self._take_part_in_steps() and (opens_at := self._newcomers.opens_at(now)) is not None:
             opens_at = max(opens_at, self._in_fit_since + deadlines.TRAINS_BEFORE_OTHERS_COME_S)
             self.wakes_at = min(self.wakes_at, opens_at)
             if now >= opens_at:
@@ -212,6 +212,10 @@ class LossPolicy:
 
     def _are_in_fit(self) -> bool:
         return all(each.state == "ready" and each.generation == self.generation for each in self.members.values())
+
+    def _take_part_in_steps(self) -> bool:
+        """Whether others can be taken in: not by who has only to end its fit."""
+        return self._are_in_fit() and not any(each.has_trained for each in self.members.values())
 
     def _are_all_lost_that_will(self, now: float, all_is_heard: bool) -> bool:
         """Whether those were heard that have ended, and ranks that die together had the time."""

@@ -148,9 +148,18 @@ class Membership:
             "GROUP_WORLD_SIZE": len(nodes),
         }
 
-    def say(self, state: str, reason: str = "", fewer: str | None = None, tasks: str = "", group: int = 1) -> None:
+    def say(
+        self,
+        state: str,
+        reason: str = "",
+        fewer: str | None = None,
+        tasks: str = "",
+        group: int = 1,
+        has_trained: bool = False,
+    ) -> None:
         """Tells the supervisor the state of this rank; for any thread."""
         what: dict[str, Any] = {"reason": reason, "fewer": fewer, "tasks": tasks, "group": group}
+        what["has_trained"] = has_trained
         self._channel.send("state", state=state, generation=self.generation, **what)
 
     @property
@@ -280,6 +289,11 @@ def join() -> Membership | None:
     if ELASTIC_VARIABLE in os.environ and (channel := of_worker()) is not None:
         _of_process = Membership(channel, int(os.environ["TORCHELASTIC_RESTART_COUNT"]))
     return _of_process
+
+
+def is_replaced() -> bool:
+    """Whether another generation of ranks has begun, as far as this rank has heard."""
+    return (line := current()) is not None and line.replacement() is not None
 
 
 def check_is_of_generation() -> None:

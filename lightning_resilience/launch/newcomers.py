@@ -78,6 +78,7 @@ class Member:
         fewer: Why its fit cannot go on with fewer ranks; empty: it can; ``None``: neither it nor a process of its slot
             before it knows it.
         tasks: Why no other rank can take those of rank 0; said together.
+        has_trained: Whether it has no batch any more, and only ends its fit.
         exit_code: How its process has ended, as ``subprocess`` gives it: of a signal the negative number.
     """
 
@@ -88,12 +89,13 @@ class Member:
     reason: str = ""
     fewer: str | None = None
     tasks: str | None = None
+    has_trained: bool = False
     exit_code: int | None = None
 
     def says(self, fields: Mapping[str, Any]) -> None:
         """It has said in which state it is."""
         self.state, self.generation = str(fields["state"]), int(fields["generation"])
-        self.reason = str(fields["reason"])
+        self.reason, self.has_trained = str(fields["reason"]), bool(fields.get("has_trained"))
         if self.state == "ready" and fields.get("fewer") is not None:
             self.fewer, self.tasks = (str(fields[name]) for name in ("fewer", "tasks"))
 
