@@ -120,6 +120,7 @@ DEFAULTS: dict[str, Any] = {
     "draws_at_start": False,  # hooks draw random numbers before the first batch of an epoch
     "halves_at_end": False,  # the module's on_train_end changes the weights, and draws random numbers
     "numpy_rate": False,  # a schedule that calculates with NumPy
+    "by_length": False,  # a schedule of which nothing is saved: by the number of steps, asked for in this hook
     "one_cycle": False,  # a schedule that needs the number of steps, hence the data, before the training
     "accumulates": None,  # {epoch: batches}
     "persistent_validation": False,
@@ -659,6 +660,8 @@ class Module(L.LightningModule):
             self.is_watched = True  # also where the fit is entered again
             kill_points.watch_gradients(self.net[-1].weight, self.net[0].weight)
         do(self.config, "setup", 0, self.trainer.global_rank)
+        if self.config["by_length"] == "setup":
+            self.steps = int(self.trainer.estimated_stepping_batches)
         if self.config["asks_early"]:
             print(f"there will be {self.trainer.estimated_stepping_batches:g} steps", flush=True)
         if self.config["as_on_gpu"] is not None and membership.current() is not None:
@@ -688,6 +691,10 @@ class Module(L.LightningModule):
             steps = int(self.trainer.estimated_stepping_batches)
             cycle = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=steps)
             return {"optimizer": optimizer, "lr_scheduler": {"scheduler": cycle, "interval": "step"}}
+        if self.config["by_length"]:
+            steps = self.steps if self.config["by_length"] == "setup" else int(self.trainer.estimated_stepping_batches)
+            schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / (steps + 1))
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
         if self.config["numpy_rate"]:
             schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: np.float64(1 / (1 + step / 7)))
             return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}

@@ -154,6 +154,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "means of other numbers of samples": {"size": 248},
     "accumulation": {"trainer": {"max_epochs": 3, "accumulate_grad_batches": 3}, "save_every": 1},
     "a schedule that needs the data early": {"one_cycle": True, "workers": 1},
+    "a schedule by the number of steps, asked for in setup": {"by_length": "setup"},
     "validation within the epoch": {
         "validation": True,
         "validation_draws": False,
@@ -196,6 +197,7 @@ MORE: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
         {"data": "combined", "trainer": {"max_epochs": 3, "reload_dataloaders_every_n_epochs": 1}},
     ),
     "data that a setup needs": ((2, 4), {"asks_early": True}),
+    "a schedule by the number of steps, asked for in setup": ((2, 4), {"by_length": "setup"}),
     "in order": ((1, 4, 2), {"data": "sequential", "trainer": {"max_epochs": 1}}),
     "validation, a schedule, workers": (
         (2, 4),

@@ -109,6 +109,11 @@ CASES: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
     "3-2-3, local": ((3, 2, 3), {"sharded": "own mesh", **LOCAL}),
     "2-1, groups with the same samples": ((2, 1), {"sharded": "hybrid"}),
     "3-2-3, groups with the same samples, local": ((3, 2, 3), {"sharded": "hybrid", "seeded_apart": True, **LOCAL}),
+    "a schedule by the number of steps": ((2, 1, 2), {"sharded": "own mesh", "by_length": "configure"}),
+    "more groups, a schedule by the number of steps": (
+        (1, 2),
+        {"sharded": "own mesh", "by_length": "configure", **SAME_FOR_ALL, **LOCAL},
+    ),
     "more groups": ((1, 2), {"sharded": "own mesh", **SAME_FOR_ALL, **LOCAL}),
     "workers, accumulation": (
         (2, 1, 2),
@@ -179,7 +184,7 @@ def run_that_loses(
     ("groups", "lost", "options"),
     [
         pytest.param(3, 3, {"sharded": "own mesh", **LOCAL}, id="3 groups"),
-        pytest.param(2, 3, {"sharded": "own mesh"}, id="2 groups, global checkpoints"),
+        pytest.param(2, 3, {"sharded": "own mesh", "by_length": "configure"}, id="2 groups, global checkpoints"),
         pytest.param(
             2,
             1,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
@@ -25,6 +26,7 @@ from lightning_resilience._lightning import (
     lightning_strategies,
 )
 from lightning_resilience._lightning.lightning_micro_batches import Division, TrainingData
+from lightning_resilience._lightning.lightning_patches import Patches
 from lightning_resilience._torch import local
 from lightning_resilience.checkpoint import data_position
 from lightning_resilience.checkpoint.digest import Digest
@@ -98,6 +100,8 @@ class ExactState:
         self._data: TrainingData | None = None
         self._absent: AbsentRanks | None = None
         self._left_out = 0
+        self._early = Patches()
+        self._early_batches: float | None = None
         self._global_batch = global_batch()
         self._was = (0, "")
         """How many ranks the run has, if not as many are there, and what to say of that."""
@@ -340,11 +344,8 @@ class ExactState:
         if before == world and share == 1 and not is_begun_by_one:
             return own
         sizes: list[int | None] = own.get("batch_sizes") or []
-        places, now = before, before * share / world
-        # A single rank's order would be another one than that of several.
-        can_have_own = (world > 1 or before == 1) and all(size and size * before % world == 0 for size in sizes)
-        if (now <= 1 and can_have_own) or before < world:
-            places, share = world, now
+        division = self._division(before, share, sizes, orders, epoch)
+        places = division.among
         if places != before:
             own = {**own, "worker_states": same_for_all(own["worker_states"])}  # they read other samples
         reason = None if before == world else absent_ranks.why_not(trainer, places)
@@ -354,15 +355,63 @@ class ExactState:
             _check_all_are_there(reason)
             self._was = before, f"{self._was[1]}, and {reason}"
             return None
-        kept = Fraction(sizes[0] * before, world) if sizes and sizes[0] else None
-        ranks = range(self.fit.rank, places, world)
-        division = Division(ranks, places, before, share, kept, orders, epoch)
         self._data = TrainingData(trainer, self.loading, division)
         if places > world:
             shrinks = self.fit.from_rank_0(lambda: self._global_batch) == SHRINK
             functions = self.fit.advanced, self.get_random_state, self.set_random_state, self.workers
-            self._absent = AbsentRanks(trainer, self.loading, self._data, ranks[1:], places, shrinks, *functions)
+            others = division.ranks[1:]
+            self._absent = AbsentRanks(trainer, self.loading, self._data, others, places, shrinks, *functions)
         return own
+
+    def _division(
+        self,
+        before: int,
+        share: Fraction,
+        sizes: Sequence[int | None],
+        orders: list[lightning_micro_batches.Order] | None = None,
+        epoch: int | None = None,
+    ) -> Division:
+        world = self.fit.trainer.world_size
+        places, now = before, before * share / world
+        # A single rank's order would be another one than that of several.
+        can_have_own = (world > 1 or before == 1) and all(size and size * before % world == 0 for size in sizes)
+        if (now <= 1 and can_have_own) or before < world:
+            places, share = world, now
+        kept = Fraction(sizes[0] * before, world) if sizes and sizes[0] else None
+        return Division(range(self.fit.rank, places, world), places, before, share, kept, orders, epoch)
+
+    def describe_division(self) -> dict[str, Any]:
+        """How the training data are divided, for :meth:`expect_division` at the next start."""
+        sizes = data_position.batch_sizes(lightning_data.train_loaders(self.fit.trainer))
+        return {"places": self.places, "share": str(self.batch_share), "batch_sizes": sizes}
+
+    def expect_division(self, last: dict[str, Any] | None) -> None:
+        """Divides data that are asked for before the checkpoint is read as they were at the last start.
+
+        Modules make schedules from ``trainer.estimated_stepping_batches``, in ``setup`` or with strategies that read
+        checkpoints only when they are set up.
+        """
+        with suppress(KeyError, TypeError, ValueError, ZeroDivisionError):
+            if last is not None and (last["places"], last["share"]) != (self.fit.trainer.world_size, "1"):
+                division = self._division(int(last["places"]), Fraction(last["share"]), list(last["batch_sizes"]))
+                TrainingData(self.fit.trainer, self._early, division)
+
+    def forget_early_data(self) -> None:
+        """From now on data are divided as the checkpoint says."""
+        trainer = self.fit.trainer
+        self._early_batches = trainer.num_training_batches if lightning_data.train_loaders(trainer) else None
+        self._early.undo()
+        lightning_data.forget(trainer)
+
+    def _check_early_data(self) -> None:
+        before, now = self._early_batches, self.fit.trainer.num_training_batches
+        if before not in (None, now) and self.fit.rank == 0:
+            log.warning(
+                "The module has asked for its training data before the checkpoint was read: an epoch had %s batches "
+                "then, and has %s. A schedule made from trainer.estimated_stepping_batches has another length.",
+                before,
+                now,
+            )
 
     def _begin_division(self, data: TrainingData, resumed: dict[str, Any]) -> None:
         """The training data are set up, divided among the ranks that are there, or not.
@@ -495,6 +544,7 @@ class ExactState:
             self._restore_data_position(self.resumed["mine"])
         if not is_first:
             return  # the rest happens once in a process
+        self._check_early_data()
         if self.resumed is not None and not self.resumed["final"]:
             lightning_callbacks.resume_weight_averaging(self.fit.trainer, self.fit.module)
         ddp = lightning_strategies.ddp_wrapper(self.fit.trainer)

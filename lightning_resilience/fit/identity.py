@@ -122,6 +122,22 @@ class FitIdentity:
             if self.fit.trainer.is_global_zero:
                 log.warning("The training data have changed since this fit began: the resume is not exact.")
 
+    def recorded_division(self) -> dict[str, Any] | None:
+        """How the training data were divided among ranks at the last start; on rank 0."""
+        found = (self.fit.folder.fingerprint or {}).get("division")
+        return found if isinstance(found, dict) else None
+
+    def record_division(self) -> None:
+        """Records how they are divided now. A collective."""
+        now = self.exact.describe_division()
+
+        def record() -> None:
+            fingerprint = self.fit.folder.fingerprint or {}
+            if fingerprint.get("division") != now:
+                self.fit.folder.fingerprint = {**fingerprint, "division": now}
+
+        self.fit.from_rank_0(record)
+
     def check_settings(self, loaders: list[Any]) -> None:
         """Logs changed settings; raises if a finished fit had others."""
         now = self._settings(loaders)

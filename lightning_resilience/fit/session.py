@@ -128,6 +128,7 @@ class FitSession:
         lightning_checkpoints.on_restore(trainer, patches, self._restore)
         lightning_checkpoints.on_restore_training_state(trainer, patches, self._restorer.restoring_training_state)
         lightning_data.on_request(trainer, patches, self.exact.make_loaders)
+        self.exact.expect_division(self.fit.from_rank_0(self._identity.recorded_division))
         lightning_data.on_train_data(trainer, patches, self._before_first_iterator, self._before_iterator)
         lightning_loops.on_fit_run(trainer, patches, self._run)
         lightning_loops.on_fit_loop(
@@ -144,6 +145,7 @@ class FitSession:
             found = lightning_checkpoints.load_checkpoint(self.fit.trainer, explicit, weights_only)
             lightning_checkpoints.restore_checkpoint(self.fit.trainer, explicit, found)
         else:
+            self.exact.forget_early_data()
             with self.fit.time.during(time_account.RESTORE):
                 self._restorer.restore(explicit, weights_only)
                 self.replaceability.check_has_state(self.selector.loaded is not None)
@@ -165,6 +167,7 @@ class FitSession:
             for reason in data_position.inexact_loaders(loaders, self.exact.workers.are_kept(loaders)):
                 log.warning("A resume may not be exact: %s", reason)
         self.exact.begin_data(loaders, load_loader_states)
+        self._identity.record_division()
 
     def _before_iterator(self) -> None:
         if not self._is_search():
