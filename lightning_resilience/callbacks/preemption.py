@@ -40,8 +40,8 @@ class Preemption(SessionCallback):
 
     Args:
         signals: The signals that stop the run: names, numbers or ``signal.Signals``. Default: SIGTERM.
-        grace_period_s: Time from the signal to the end of the process: a ``timedelta`` or seconds; 0: no limit. A
-            launcher that knows a shorter time sets it.
+        grace_period_s: Time from the signal to the end of the process: a ``timedelta`` or seconds; 0: no limit. Under
+            ``launch`` its ``--grace-period`` holds, or a shorter time that is given here.
         enable_exit_handler_for_data_loader: Whether data-loader workers ignore the signals, so that a signal to the
             whole process group does not fail the step in progress (Megatron-Bridge's name).
         run_dir: The run directory, on storage that all nodes share. Default: ``resilience`` in the Trainer's

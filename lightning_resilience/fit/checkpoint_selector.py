@@ -37,6 +37,7 @@ from lightning_resilience.fit.context import FitContext
 from lightning_resilience.fit.exact_state import STATE_KEY
 from lightning_resilience.fit.identity import is_started_by_machine
 from lightning_resilience.fit.outcome import ENDS_APART, FitOutcome
+from lightning_resilience.fit.participant import Participant
 from lightning_resilience.launch.script_errors import past_max_epochs
 from lightning_resilience.run.events import (
     Finished,
@@ -161,7 +162,9 @@ class CheckpointSelector:
             self._begins_anew_beside(self.local.of_others[0])
         if zero:
             starts = f"this fit starts from {explicit or 'the beginning'}"
-            if finished or paths or generations or os.path.lexists(fit.folder.quarantine):
+            if finished and not fit.participants.implement(Participant.after_final_save):
+                log.info("The fit in %s has finished, and its end was kept by nobody: it begins anew.", fit.folder.path)
+            elif finished or paths or generations or os.path.lexists(fit.folder.quarantine):
                 log.warning("No checkpoint in %s can be used; %s.", fit.folder.path, starts)
             elif (gone := self._saved_once()) is not None:
                 what = "The checkpoints of %s are gone, the newest was of step %d; %s."

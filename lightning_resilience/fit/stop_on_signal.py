@@ -15,6 +15,7 @@ from lightning_resilience import signals
 from lightning_resilience._lightning import lightning_signals
 from lightning_resilience._output import guard_streams
 from lightning_resilience.agreement_protocol import Event, Needs
+from lightning_resilience.checkpoint import resume
 from lightning_resilience.fit.participant import Participant
 from lightning_resilience.fit.session import FitSession
 from lightning_resilience.launch import membership
@@ -28,6 +29,7 @@ log = logging.getLogger("lightning_resilience.callbacks.preemption")  # users co
 
 _PREEMPT = "preempt"
 _LOCAL_SHARE = 0.25  # of the time that is left; the rest is for the global save
+_KEPT = 2  # checkpoints where nobody else keeps any: one of them may turn out to be bad
 _SAFETY_FACTOR = 1.5  # storage is slowest when many jobs are stopped at once
 
 
@@ -67,6 +69,7 @@ class StopOnSignal(Participant):
         lightning_signals.keep_signal_handlers(session.fit.trainer, session.fit.patches, listener.signums, *restore)
         self._requeue_signal = lightning_signals.requeue_signal(session.fit.trainer)
         self._line = membership.current()
+        session.selector.use_global_tier()  # what it saves, the same command goes on from
         listener.subscribe(self._on_signal, before_exit=self._end_now)
         if self._line is not None:
             self._line.stop = partial(self._request, signal.SIGTERM)
@@ -112,6 +115,8 @@ class StopOnSignal(Participant):
             if short and local[0]("preemption", _LOCAL_SHARE * self._listener.seconds_left) and is_first:
                 log.info("Saved step %d to the local checkpoints of all nodes.", step)
         path = session.saver.save("preemption")
+        if path is not None and is_first and not self._others_save:
+            resume.retain(session.fit.folder.checkpoints, _KEPT)
         reason = f"signal {event.payload['signum']} on rank {event.rank}"
         if is_first:
             session.outcome.write("interrupted", reason)
@@ -121,6 +126,16 @@ class StopOnSignal(Participant):
             if event.payload["requeue"]:
                 _requeue()
         raise signals.Interrupted(f"interrupted at step {step} by {reason}")
+
+    @property
+    def _others_save(self) -> bool:
+        """Whether somebody else keeps checkpoints in the run directory, and the final state."""
+        return bool(self.session.fit.participants.implement(Participant.after_final_save))
+
+    def after_save(self, is_end: bool) -> None:
+        """When the fit has finished, nothing is to be gone on with: if it is started again, it begins anew."""
+        if is_end and self.session.fit.rank == 0 and not self._others_save:
+            resume.retain(self.session.fit.folder.checkpoints, 0)
 
     def leave(self) -> None:
         """Restores output and handlers."""
