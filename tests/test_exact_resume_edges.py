@@ -5,6 +5,7 @@ In this process: every start makes all anew, from the same seed, as a process of
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import logging
 import shutil
@@ -21,7 +22,7 @@ from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, ModelPru
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_resilience import AutoResume, LocalCheckpoint
-from lightning_resilience.checkpoint import resume
+from lightning_resilience.checkpoint import checkpoint_file, resume
 from lightning_resilience.fit import context
 from lightning_resilience.run.run_directory import RunDirectory
 
@@ -376,3 +377,49 @@ def test_the_last_checkpoint_of_another_run_is_a_choice(
     with caplog.at_level(logging.INFO):
         script.start(ckpt_path=chosen)
     assert "wins" in caplog.text
+
+
+def test_a_finished_fit_that_is_restored_was_not_stopped(tmp_path: Path) -> None:
+    """What scripts ask afterwards, to know whether EarlyStopping has acted."""
+    script = Script(tmp_path)
+    assert not script.start().trainer.should_stop
+    restored = script.start()
+    assert not restored.module.seen, "it is not trained"
+    assert not restored.trainer.should_stop
+
+
+def test_a_fit_behind_a_failed_one_of_the_process_is_said_to_be_another_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A retry in the script, or a cell that is run again."""
+    script = Script(tmp_path)
+    script.start(8)
+    with caplog.at_level(logging.WARNING):
+        L.seed_everything(1, verbose=False)
+        script._fit([AutoResume(tmp_path / "run", **script.saving)], None, {"max_epochs": 1}, None)
+    assert "The last fit of this process (fit-000) has failed" in caplog.text
+    assert "the next fit of the script (fit-001)" in caplog.text
+    caplog.clear()
+    with caplog.at_level(logging.WARNING):
+        script._fit([AutoResume(tmp_path / "run", **script.saving)], None, {"max_epochs": 1}, None)
+    assert "has failed" not in caplog.text
+
+
+def test_a_fit_whose_end_could_not_be_saved_goes_on_with_other_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is restored as the result of other settings then."""
+    script = Script(tmp_path)
+    with monkeypatch.context() as full:
+        save = checkpoint_file.save
+
+        def fails(content: Any, path: Path, *args: Any) -> None:
+            if "final" in path.name:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            save(content, path, *args)
+
+        full.setattr(checkpoint_file, "save", fails)
+        script.start()
+    assert not [path for path in script.checkpoints if "final" in path.name]
+    end = script.start(batch_size=8)
+    assert end.trainer.state.finished

@@ -7,7 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -115,6 +115,8 @@ class FitContext:
         self.index = fits_begun.get(self.run.path, 0)
         fits_begun[self.run.path] = self.index + 1
         self.folder = self.run.fit(self.index)
+        if trainer.is_global_zero and self.index > 0:
+            self._warn_of_unfinished(self.index - 1)
         self.ledger = Ledger(self.run.ledger, self.rank, on_record=self._on_record)
         device = DeviceId.of(trainer.strategy.root_device)
         places = self.gather((neighbourhood(), (os.uname().nodename, trainer.node_rank), device))
@@ -143,6 +145,19 @@ class FitContext:
         self.patches = lightning_patches.Patches()
         self.save_patches = lightning_patches.Patches()
         """Patches of the Trainer's saves, undone last: other callbacks may save after an exception."""
+
+    def _warn_of_unfinished(self, last: int) -> None:
+        """The last fit of this process has failed, and somebody may believe that this one goes on with it."""
+        with suppress(OSError):
+            outcome = self.run.fit(last).outcome
+            if outcome is not None and outcome.status == "failed":
+                log.warning(
+                    "The last fit of this process (fit-%03d) has failed, and fit() is called again: that is the next "
+                    "fit of the script (fit-%03d), with a state of its own. To go on with the failed one, start the "
+                    "script again.",
+                    last,
+                    self.index,
+                )
 
     def check_owner(self) -> None:
         """Called before everything that is published.

@@ -701,6 +701,7 @@ class ExactState:
         """Gives the rest of the script the random state and metrics of a finished fit, which was not trained."""
         if self.resumed is not None and self.resumed["final"] and (mine := self.resumed["mine"]) is not None:
             self.set_random_state(mine["now"])
+            self.fit.trainer.should_stop = mine["should_stop"]
             lightning_metrics.set_latest_metrics(self.fit.trainer, mine["metrics"])
 
     def reset(self) -> None:

@@ -165,7 +165,8 @@ class FitIdentity:
 
     def _would_replace_another(self) -> bool:
         """Whether the final state of this fit would be restored as the result of other settings."""
-        if not self.outcome.had_finished or self.exact.resumed is None or not self.is_its_own:
+        resumed = self.exact.resumed
+        if not self.outcome.had_finished or resumed is None or not resumed["final"] or not self.is_its_own:
             return False
         if os.environ.get(CONTINUE_VARIABLE) == "1" or is_started_by_machine():
             return False
