@@ -16,20 +16,20 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "lightning_resilience"
 
 BUDGET = {
-    ".": 3267,
-    "_lightning": 2052,
-    "callbacks": 547,
-    "checkpoint": 5116,
+    ".": 3287,
+    "_lightning": 2065,
+    "callbacks": 539,
+    "checkpoint": 5109,
     "contrib": 225,
-    "detect": 320,
-    "detect/hangs": 2543,
-    "detect/numerics": 803,
-    "detect/stragglers": 370,
-    "elastic": 519,
-    "fit": 7562,
-    "launch": 9290,
+    "detect": 314,
+    "detect/hangs": 2544,
+    "detect/numerics": 855,
+    "detect/stragglers": 372,
+    "elastic": 515,
+    "fit": 7720,
+    "launch": 9314,
     "launch/schedulers": 508,
-    "run": 3209,
+    "run": 3202,
 }
 
 _NO_CODE = (

@@ -7,8 +7,8 @@ watchdog, local saves) is made anew on all of them by the code that a restart ru
 checkpoint that all can verify: where it can be saved, that of the last boundary (:mod:`.last_boundary`). Of what a
 device has computed since its collectives were aborted nothing is used.
 
-Nothing happens in a healthy step. What cannot be replaced that way is refused by :func:`why_not`, and then the loss of
-a rank restarts all, as without ``--elastic``.
+A healthy step only looks whether a loss is known. What cannot be replaced that way is refused by :func:`why_not`, and
+then the loss of a rank restarts all, as without ``--elastic``.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from lightning_resilience._output import log_line
 from lightning_resilience.launch.metrics import METRICS, Figures
+from lightning_resilience.run.ledger import node_name
 
 if TYPE_CHECKING:
     from wsgiref.simple_server import WSGIServer
@@ -98,7 +99,8 @@ class Prometheus:
         elif self._server is None:
             host, port = endpoint[0] or "0.0.0.0", endpoint[1]
             self._server, _ = start_http_server(port, host, self._registry)
-            log_line(f"Metrics for Prometheus at http://{host}:{self._server.server_port}/metrics.")
+            name = endpoint[0] or node_name()  # no host given: at all addresses
+            log_line(f"Metrics for Prometheus at http://{name}:{self._server.server_port}/metrics.")
 
     def end(self) -> None:
         """Closes the endpoint; a file stays as it is."""
