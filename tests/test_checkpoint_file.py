@@ -644,6 +644,24 @@ def test_an_unsealed_directory(tmp_path: Path) -> None:
         checkpoint_file.verify_directory(folder)
 
 
+@pytest.mark.slow
+def test_killed_at_every_point_of_the_publication_of_a_directory(tmp_path: Path) -> None:
+    """The one that was there before counts again under its name."""
+
+    def publish(folder: Path, seed: int) -> None:
+        written = _files.temporary_path(folder / "a.ckpt")
+        write_shards(written, seed)
+        checkpoint_file.publish_directory(written, folder / "a.ckpt", {}, lambda: None, {})
+
+    for folder in killed_everywhere(lambda folder: publish(folder, 1), lambda folder: publish(folder, 2), tmp_path):
+        checkpoint_file.put_back_aside(folder)
+        assert seed_of(folder / "a.ckpt") in (1, 2)
+        publish(folder, 3)
+        clean_temporaries(folder)
+        assert seed_of(folder / "a.ckpt") == 3
+        assert [path.name for path in folder.iterdir()] == ["a.ckpt"]
+
+
 def test_a_directory_that_is_not_ours_is_left_alone(tmp_path: Path) -> None:
     for name in ("data", "previous-data"):
         (tmp_path / name).mkdir()
@@ -651,6 +669,9 @@ def test_a_directory_that_is_not_ours_is_left_alone(tmp_path: Path) -> None:
     checkpoint_file.set_aside(tmp_path / "data")
     checkpoint_file.discard_aside(tmp_path / "data")
     checkpoint_file.set_aside(tmp_path / "missing")
+    (tmp_path / "previous-other").mkdir()
+    checkpoint_file.put_back_aside(tmp_path)
+    assert (tmp_path / "previous-other").exists(), "it was never sealed"
     for name in ("data", "previous-data"):
         assert (tmp_path / name / "precious").exists()
 

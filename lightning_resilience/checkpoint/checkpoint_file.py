@@ -532,8 +532,11 @@ def verify_directory(path: str | os.PathLike[str], mine: Callable[[str], bool] =
     return stamp
 
 
+_ASIDE = "previous-"
+
+
 def _aside(directory: Path) -> Path:
-    return directory.with_name(f"previous-{directory.name}")
+    return directory.with_name(f"{_ASIDE}{directory.name}")
 
 
 def set_aside(path: str | os.PathLike[str]) -> None:
@@ -558,6 +561,15 @@ def discard_aside(path: str | os.PathLike[str]) -> None:
     aside = _aside(Path(path))
     if (aside / MARKER).is_file():
         remove(aside)
+
+
+def put_back_aside(folder: str | os.PathLike[str]) -> None:
+    """Gives directories in ``folder`` their names back that a save had set aside which was killed before its rename."""
+    for aside in sorted(Path(folder).glob(f"{_ASIDE}*")):
+        directory = aside.with_name(aside.name.removeprefix(_ASIDE))
+        if (aside / MARKER).is_file() and not os.path.lexists(directory):
+            os.replace(aside, directory)
+            sync_directory(directory.parent)
 
 
 # Both

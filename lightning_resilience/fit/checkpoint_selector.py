@@ -137,6 +137,9 @@ class CheckpointSelector:
         if self.local is None and not self.uses_global:
             return None
         zero = fit.trainer.is_global_zero
+        if zero:
+            with contextlib.suppress(OSError):
+                checkpoint_file.put_back_aside(fit.folder.checkpoints)
         paths, generations = self._saved()
         own = bool(paths or generations)
 
