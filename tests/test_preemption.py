@@ -405,9 +405,17 @@ def test_without_auto_resume_the_same_command_goes_on_from_what_a_signal_has_sav
     assert "its end was kept by nobody: it begins anew" in text
 
 
-@pytest.mark.parametrize(("asked_s", "is_s"), [(7.0, 7.0), (3600.0, 60.0), (deadlines.DEFAULT_GRACE_PERIOD_S, 60.0)])
+@pytest.mark.parametrize(
+    ("asked_s", "is_injected", "is_s"),
+    [
+        (7.0, False, 7.0),
+        (7.0, True, 60.0),
+        (3600.0, False, 60.0),
+        (deadlines.DEFAULT_GRACE_PERIOD_S, False, 60.0),
+    ],
+)
 def test_the_shorter_grace_period_holds_under_a_launch(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, asked_s: float, is_s: float
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, asked_s: float, is_injected: bool, is_s: float
 ) -> None:
     found: list[float] = []
 
@@ -419,6 +427,7 @@ def test_the_shorter_grace_period_holds_under_a_launch(
     assert listener is not None
     try:
         own = Preemption(grace_period_s=asked_s, run_dir=tmp_path / "run")
+        own._injected = is_injected
         options: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
         L.Trainer(max_steps=1, accelerator="cpu", callbacks=[own, Looks()], **options).fit(BoringModel())
     finally:
