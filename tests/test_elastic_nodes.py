@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 import re
@@ -190,6 +191,26 @@ def test_a_first_node_that_was_lost_is_looked_for_as_long_as_it_lives(
         board.publish(over)
         now += 2.0
         assert pulse.has_stopped()
+
+
+def test_a_first_node_whose_storage_is_full_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    now = 100.0
+    monkeypatch.setattr(nodes, "time", SimpleNamespace(monotonic=lambda: now))
+    board = Board(tmp_path / BOARD, "launch")
+    board.publish(Plan("launch", "abc", max_restarts=3, job_attempt=0))
+    monkeypatch.setattr(nodes, "write_json", full)
+    now += 1000.0
+    board.beat()
+    board.finish(0)
+
+
+def test_proofs_that_are_no_ascii_are_none() -> None:
+    assert node_line._is_same("abc", "abc")
+    for said in ("abd", "ab\xe9", "\udcff", None, 3):
+        assert not node_line._is_same(said, "abc")
 
 
 def test_a_secret_that_others_can_read_is_none(tmp_path: Path) -> None:

@@ -743,3 +743,9 @@ def test_a_script_that_skips_finished_fits_gets_no_other_fits_weights(tmp_path: 
     codes, text = run(config, tmp_path / "run")
     assert codes == [0], text
     assert result(config) == undisturbed(tmp_path, **options)[0]
+
+
+def test_fits_are_in_the_order_of_their_numbers(tmp_path: Path) -> None:
+    for index in (0, 1000, 101, 999):
+        RunDirectory(tmp_path).fit(index).create()
+    assert [fit.path.name for fit in RunDirectory(tmp_path).fits] == ["fit-000", "fit-101", "fit-999", "fit-1000"]

@@ -497,3 +497,24 @@ def test_a_run_that_is_killed_ends_with_its_last_sign_of_life(run_dir: Path, mon
 def test_nothing_was_launched(tmp_path: Path) -> None:
     found = json.loads(report(tmp_path, as_json=True))
     assert (found["began"], found["goodput"], found["interruptions"]) == (None, None, [])
+
+
+def test_ranks_that_are_absent_while_the_others_go_on_are_in_no_share() -> None:
+    first = spent(0.0, 9.0, 10.0, attempt="a", restart_count=0)
+    died = Fault(time=10.0, rank=1, node="n1", kind="died", reason="killed", elastic_run_id="job", restart_count=0)
+    one: dict[str, Any] = {"world_size": 1, "ranks": [0]}
+    fewer = [spent(10.0, 20.0, 20.0, attempt="b", restart_count=1, **one)]
+    fewer += [spent(20.0, 40.0, 40.0, attempt="c", restart_count=2, **one)]
+    again = spent(40.0, 50.0, 50.0, attempt="d", restart_count=3)
+    found = account([launch(0.0, 0.0), first, died, *fewer, again, ended(50.0)])
+    assert found.absent_s == pytest.approx(30.0)
+    assert found.total == pytest.approx(100.0 - 30.0)
+    another_job = [spent(10.0, 20.0, 20.0, attempt="b", elastic_run_id="next", **one)]
+    assert account([launch(0.0, 0.0), first, *another_job, ended(20.0)]).absent_s == 0, "it was never to have them"
+
+
+@pytest.mark.parametrize("seconds", [{"productive": ["x"]}, {"productive": {"a": 1}}, {"productive": []}])
+def test_accounts_that_are_none_are_passed_over(seconds: dict[str, Any]) -> None:
+    bad = spent(0.0, 9.0, 10.0)
+    bad.seconds = seconds
+    assert account([launch(0.0, 0.0), bad, spent(10.0, 20.0, 20.0), ended(20.0)]).by_category["productive"] == 20.0

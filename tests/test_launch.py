@@ -6,6 +6,7 @@ the tests at the end run the real one.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -23,6 +24,7 @@ from typing import Any
 import psutil
 import pytest
 
+from lightning_resilience.launch import job
 from lightning_resilience.launch.processes import LAUNCH_ID_VARIABLE, end_processes, processes_of
 from lightning_resilience.launch.status import status
 from lightning_resilience.run.run_directory import Outcome, RunDirectory
@@ -1120,3 +1122,21 @@ def test_weights_and_biases_goes_on_with_one_run(launcher: Launcher, own: str | 
     assert launcher.run(**environment) == 0
     expected = launcher.run_directory.identity() if own is None else own
     assert (launcher.folder / "ids").read_text() == f"{expected} allow\n" * 2
+
+
+def test_storage_that_fails_while_the_workers_run_ends_none_of_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With several nodes: they are asked about every two seconds."""
+    lines: list[str] = []
+    monkeypatch.setattr(job, "log_line", lines.append)
+    launch = job.Launch(job.LaunchSettings(["train.py"], tmp_path, nnodes="1:2"))
+
+    def fails(run_id: str) -> bool:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    assert not launch._ask(fails, "abc")
+    assert not launch._ask(fails, "abc")
+    assert [each for each in lines if "The workers go on." in each] == lines != []
+    assert len(lines) == 1
+    assert launch._ask(lambda run_id: True, "abc")

@@ -19,17 +19,17 @@ BUDGET = {
     ".": 3287,
     "_lightning": 2065,
     "callbacks": 539,
-    "checkpoint": 5109,
+    "checkpoint": 5116,
     "contrib": 225,
     "detect": 314,
-    "detect/hangs": 2544,
+    "detect/hangs": 2546,
     "detect/numerics": 855,
     "detect/stragglers": 372,
     "elastic": 515,
-    "fit": 7720,
-    "launch": 9314,
-    "launch/schedulers": 508,
-    "run": 3202,
+    "fit": 7723,
+    "launch": 9340,
+    "launch/schedulers": 511,
+    "run": 3215,
 }
 
 _NO_CODE = (

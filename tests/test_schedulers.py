@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import pytest
 from lightning_resilience.launch import batch_job, cli, schedulers
 from lightning_resilience.launch.batch_job import BatchJob
 from lightning_resilience.launch.job_info import job_info
-from lightning_resilience.launch.schedulers import current_scheduler
+from lightning_resilience.launch.schedulers import current_scheduler, slurm
 from lightning_resilience.launch.schedulers.base import JobStatus, Scheduler
 from lightning_resilience.launch.status import status
 from tests.ledgers import read_ledger
@@ -108,3 +109,15 @@ def test_without_a_scheduler_nothing_is_known(monkeypatch: pytest.MonkeyPatch) -
     assert type(here) is Scheduler
     assert (here.job_id, here.restart_count, here.node_rank, job_info()["slurm"]) == (None, 0, None, None)
     assert here.requeue() == "there is no scheduler"
+
+
+def test_what_slurm_says_may_be_written_in_anything() -> None:
+    shown = slurm.run_slurm("printf", r"caf\351 \n")
+    assert (shown.returncode, shown.stdout) == (0, "caf\ufffd \n")
+
+
+def test_a_comment_says_nothing_of_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = "JobId=7 JobName=gpt JobState=RUNNING Restarts=0 Comment=lost n1: JobState=CANCELLED Restarts=9 StdErr=/a\n"
+    monkeypatch.setattr(slurm, "run_slurm", lambda *words: subprocess.CompletedProcess(words, 0, shown, ""))
+    found = slurm.show_job("7")
+    assert (found["JobState"], found["Restarts"]) == ("RUNNING", "0")

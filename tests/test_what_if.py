@@ -403,6 +403,15 @@ def test_what_cannot_be(text: str, problem: str) -> None:
         predict(STEADY, text)
 
 
+@pytest.mark.parametrize("steps", [10, 200])
+@pytest.mark.parametrize("before", [None, Saves(every_s=30.0)])
+def test_local_saves_every_so_many_steps(steps: int, before: Saves | None) -> None:
+    """A step takes a second."""
+    run = replace(STEADY, local_saves=before)
+    by_steps, by_time = (predict(run, f"local={steps}{unit}").predicted.seconds for unit in ("steps", "s"))
+    assert by_steps == pytest.approx(by_time)
+
+
 def test_what_a_run_does_not_have() -> None:
     """A setting that would change nothing is refused."""
     healthy = replace(STEADY, strikes=[], saves=None)

@@ -285,6 +285,8 @@ class Launch:
         self._nnodes = settings.nnodes  # as many as are left
         self._excluded: list[str] = []
         self._kept: set[str] = set()
+        self._workers_run = False
+        self._has_said_blind = False
         self._replacements: dict[str, str] = {}  # launch ids of spares that have a place, and their nodes
         self._spares = Spares(self._launches)
         self._waits_because = ""
@@ -324,7 +326,7 @@ class Launch:
 
     def preview(self) -> Preview:
         """What :meth:`run` would do now. Nothing is written, started or waited for."""
-        history = self._history.now()
+        history = self._now()
         if self._launch_was_killed(history):
             history = History([*history.events, LauncherKilled(time=time.time())])
         decision = self.settings.budget.decide(history, time.time())
@@ -380,7 +382,7 @@ class Launch:
                 said = self._run_directory.outcome
                 is_verdict = said is not None and said.details.get("exit_code") == exit_codes.TRY_ELSEWHERE
                 details = {"exit_code": exit_codes.TRY_ELSEWHERE} if is_verdict else {}
-                last = self._history.now().last(JobFailed)
+                last = self._now().last(JobFailed)
                 after = "" if last is None else f"; last failure: {last.reason}"
                 return self._end(Outcome("failed", decision.reason + after, details=details))
             run_id = uuid.uuid4().hex[:12]
@@ -393,7 +395,7 @@ class Launch:
                     reason=decision.reason,
                 )
             )
-            if not any(event.run_id == run_id for event in self._history.now().of(JobStart)):
+            if not any(event.run_id == run_id for event in self._now().of(JobStart)):
                 # Failures that are not recorded are not counted: the restarts would never end.
                 return self._end(Outcome("failed", f"the ledger {self._ledger.path} cannot be written"))
             plan = self._plan(run_id, decision)
@@ -458,6 +460,9 @@ class Launch:
                 launch, name = min(waiting.items())
                 self._replacements[launch] = name
                 then = f"spare {name} replaces it"
+            elif ":" not in self._nnodes:  # the spare is gone since it was counted on
+                self._kept.add(node)
+                continue
             else:
                 least, _, most = self._nnodes.partition(":")
                 self._nnodes = f"{least}:{int(most) - 1}"
@@ -467,7 +472,7 @@ class Launch:
 
     def _count_nodes(self, run_id: str) -> int:
         """On how many nodes the workers have started."""
-        starts = [start for start in self._history.now().of(WorkersStart) if start.elastic_run_id == run_id]
+        starts = [start for start in self._now().of(WorkersStart) if start.elastic_run_id == run_id]
         return starts[-1].nodes or 1 if starts else int(self._nnodes.rpartition(":")[2])
 
     def _why_in_a_new_job(self, following: budget.Decision, run_id: str) -> str | None:
@@ -483,7 +488,7 @@ class Launch:
         """The nodes that a rank on them has asked to exclude since these workers were started."""
         if self.settings.is_single_node:
             return []  # there is no other node to compare it to
-        return sorted(self._history.now().nodes_to_avoid(run_id) - {*self._excluded, *self._kept})
+        return sorted(self._now().nodes_to_avoid(run_id) - {*self._excluded, *self._kept})
 
     def _finished_before(self) -> Outcome | None:
         """The outcome, if the whole run has finished and this command asks for nothing else.
@@ -506,7 +511,7 @@ class Launch:
 
     def _changed(self) -> tuple[list[Change], list[str]]:
         """Which arguments are others than at the last start, and which files of the command were edited since."""
-        last = self._history.now().last(LaunchStart)
+        last = self._now().last(LaunchStart)
         if last is None or last.command is None:
             return [], []
         found = changes(settings_of_command(last.command), settings_of_command(self.settings.command))
@@ -518,21 +523,21 @@ class Launch:
         outcome = self._run_directory.outcome
         if outcome is None or outcome.status != "finished":
             return None
-        if not self._history.now().is_finished:
+        if not self._now().is_finished:
             return None  # rank 0 had finished, but not every rank
         fits = [fit.outcome for fit in self._run_directory.fits]
         return outcome if all(fit is not None and fit.status == "finished" for fit in fits) else None
 
     def _asks_for_nothing_new(self) -> bool:
         """Whether this is the same command again, by a scheduler for example."""
-        return bool(self._history.now().events) and not (any(self._changed()) or self._finished())
+        return bool(self._now().events) and not (any(self._changed()) or self._finished())
 
     def _launch_was_killed(self, history: History) -> bool:
         """Whether the last launch has not recorded its end."""
         return isinstance(next(iter(history.since(LaunchStart, LaunchExit)), None), LaunchStart)
 
     def _describe(self) -> None:
-        history = self._history.now()
+        history = self._now()
         events, step = list(history.events), history.safe_step(self._run_directory)  # before this launch
         found, edited = self._changed()
         self._is_resumed = self._asks_for_nothing_new()
@@ -579,7 +584,7 @@ class Launch:
             return said
         if self._stop.signum is not None:
             return Outcome("interrupted", f"the launcher received {self._stop.signum.name}")
-        history = self._history.now()
+        history = self._now()
         is_spent = said is not None and RESTARTS_SPENT in said.details
         if (exit_code != 0 or is_spent) and (reason := history.why_not_again) is not None:
             return Outcome("halted", reason)
@@ -612,10 +617,14 @@ class Launch:
         said = self._run_directory.outcome
         if said is not None and RESTARTS_SPENT in said.details and said.details.get("elastic_run_id") == run_id:
             return True
-        return self._history.now().why_not_again is not None or self._decide().action != "start"
+        return self._now().why_not_again is not None or self._decide().action != "start"
+
+    def _now(self) -> History:
+        """What is recorded by now. Right after the fault of a node the storage may fail for a while."""
+        return self._history.now() if self._workers_run else Patience()(self._history.now)
 
     def _decide(self) -> budget.Decision:
-        return self.settings.budget.decide(self._history.now(), time.time())
+        return self.settings.budget.decide(self._now(), time.time())
 
     def _has_stopped(self, run_id: str) -> bool:
         """Whether the ranks have stopped together and saved, and the other nodes have nothing left to do."""
@@ -653,7 +662,7 @@ class Launch:
         )
         if not self.settings.is_single_node:
             self._board.finish(exit_code)
-        is_safe = outcome.status == "failed" and self._history.now().verified_step is not None
+        is_safe = outcome.status == "failed" and self._now().verified_step is not None
         then = {
             "finished": "",
             "interrupted": " Run the same command again to resume.",
@@ -662,7 +671,7 @@ class Launch:
             "halted": " Trying again would not change this.",
         }
         reason = outcome.reason.removeprefix(f"{outcome.status} ").removesuffix(".")
-        if trouble := troubles(self._history.now().events):
+        if trouble := troubles(self._now().events):
             reason += f" ({trouble})"
         log_line(f"{outcome.status.capitalize()}: {reason}.{then[outcome.status]} (exit code {exit_code})")
         return exit_code
@@ -809,7 +818,7 @@ class Launch:
 
     def _show_failed_start(self, run_id: str, log: Path, begin: int) -> None:
         """What the elastic launcher says is in its log, and shown only where no rank can say what was wrong."""
-        if any(start.elastic_run_id == run_id for start in self._history.now().of(WorkersStart)):
+        if any(start.elastic_run_id == run_id for start in self._now().of(WorkersStart)):
             return
         if words := _nvrx.last_words(log, begin):
             log_line(f"The workers were not started. The elastic launcher said, in {log}:")
@@ -851,13 +860,26 @@ class Launch:
                 end_processes(self.launch_id)
             elif now - nodes_checked_at >= deadlines.CHECK_NODES_EVERY_S and deadline is None:
                 nodes_checked_at = now
-                if must_go(run_id):
+                if self._ask(must_go, run_id):
                     end_processes(self.launch_id)
             time.sleep(_POLL_S)
         end_processes(self.launch_id, deadlines.LEFTOVERS_PATIENCE_S)
         if not self._record.is_lost:
             remove_abandoned(run_dir=self._run_directory.path)  # of a watchdog that had to be killed
         return exit_code
+
+    def _ask(self, must_go: Callable[[str], bool], run_id: str) -> bool:
+        """Whether the workers must go; that storage fails is no reason, for they may train on without it."""
+        self._workers_run = True
+        try:
+            return must_go(run_id)
+        except OSError as error:
+            if not self._has_said_blind:
+                self._has_said_blind = True
+                log_line(f"The storage fails, and other nodes cannot be looked after ({error}). The workers go on.")
+            return False
+        finally:
+            self._workers_run = False
 
     def _defaults(self) -> dict[str, str]:
         """What the user's own environment goes before: Weights & Biases goes on with one run over all restarts."""

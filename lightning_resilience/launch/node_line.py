@@ -7,7 +7,8 @@ Messages are those of :class:`~lightning_resilience.launch.channel.Channel`:
 kind        from -> to                meaning, and its other fields
 =========== ========================= ==================================================================================
 ``who``     first node -> follower    ``nonce``
-``join``    follower -> first node    ``nonce``, ``proof``, its name ``node``, ``node_rank`` or null, ``count`` of ranks
+``join``    follower -> first node    ``nonce``, ``proof``, its name ``node``, ``node_rank`` or null, ``count`` of
+                                      ranks, ``process``
 ``welcome`` first node -> follower    ``proof``
 ``start``   first node -> follower    a rank begins a ``life`` of this number: ``rank`` on its node, ``environment``
 ``clear``   first node -> follower    these ``ranks`` have ended; if they are started again, the others go on
@@ -167,6 +168,10 @@ class Line:
         self._channel.close()
 
 
+def _is_same(said: Any, proof: str) -> bool:
+    return hmac.compare_digest(str(said).encode(errors="replace"), proof.encode())  # of text it takes only ASCII
+
+
 def greet(line: Line, secret: bytes) -> dict[str, Any] | None:
     """The first node lets the other end introduce itself; what it says, if it knows the secret.
 
@@ -180,7 +185,7 @@ def greet(line: Line, secret: bytes) -> dict[str, Any] | None:
         if (said := line.receive()) is None or said.kind != "join":
             return None
         values = [said.fields.get(name) for name in ("nonce", "node", "node_rank", "count", "process")]
-        if not hmac.compare_digest(str(said.fields.get("proof")), _proof(secret, "follower", ours, *values)):
+        if not _is_same(said.fields.get("proof"), _proof(secret, "follower", ours, *values)):
             return None
         line.send("welcome", proof=_proof(secret, "first node", ours, said.fields["nonce"]))
         return said.fields
@@ -204,6 +209,4 @@ def introduce(line: Line, secret: bytes, node_rank: int | None, count: int, proc
         line.send("join", nonce=ours, node=node, node_rank=node_rank, count=count, process=process, proof=proof)
         said = line.receive()
         expected = _proof(secret, "first node", theirs, ours)
-        return (
-            said is not None and said.kind == "welcome" and hmac.compare_digest(str(said.fields.get("proof")), expected)
-        )
+        return said is not None and said.kind == "welcome" and _is_same(said.fields.get("proof"), expected)

@@ -10,6 +10,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
@@ -114,14 +115,16 @@ class Board:
         write_json(self.path, asdict(plan))
 
     def beat(self) -> None:
-        """The first node: shows that it lives; to be called often."""
+        """The first node: shows that it lives; to be called often. Followers are patient where it cannot be written."""
         if self._published is not None and time.monotonic() - self._beat_at >= BEAT_INTERVAL_S:
-            self.publish(replace(self._published, beat=self._published.beat + 1))
+            with suppress(OSError):
+                self.publish(replace(self._published, beat=self._published.beat + 1))
 
     def finish(self, exit_code: int) -> None:
         """The first node: tells the others how it ends."""
         published = self._published or Plan(self._launch_id, "", max_restarts=0, job_attempt=0)
-        self.publish(replace(published, exit_code=exit_code, beat=published.beat + 1))
+        with suppress(OSError):  # they end where nothing is heard of this node
+            self.publish(replace(published, exit_code=exit_code, beat=published.beat + 1))
 
     def read(self) -> Plan | None:
         """The plan that stands."""

@@ -81,10 +81,10 @@ def checks(settings: LaunchSettings, preview: Preview, nodes: int) -> Iterator[C
     yield _script(settings)
     yield _recipe(settings)
     yield _entry_point(settings)
-    yield from _switched_off(settings)
+    yield from _switched_off()
     yield _storage(settings, nodes)
-    yield _room(settings, preview)
-    yield _node_memory(settings, preview)
+    yield _room(settings)
+    yield _node_memory(settings)
     yield _shared_memory()
     yield _nvrx_there()
     yield _grace_period(settings, preview)
@@ -189,7 +189,7 @@ def _entry_point(settings: LaunchSettings) -> Check:
     return Check("callbacks", "ok", "the entry point adds them to every Trainer")
 
 
-def _switched_off(settings: LaunchSettings) -> Iterator[Check]:
+def _switched_off() -> Iterator[Check]:
     if is_turned_off():
         yield Check("switch", "warn", f"{OFF_VARIABLE} is set: callbacks and recipes do nothing; unset it")
 
@@ -221,7 +221,7 @@ def newest_checkpoint_bytes(run_dir: Path) -> int | None:
     return None
 
 
-def _room(settings: LaunchSettings, preview: Preview) -> Check:
+def _room(settings: LaunchSettings) -> Check:
     about = os.statvfs(existing(settings.run_dir))
     free = about.f_bavail * about.f_frsize
     size = newest_checkpoint_bytes(settings.run_dir)
@@ -236,7 +236,7 @@ def _room(settings: LaunchSettings, preview: Preview) -> Check:
     return Check("room", "ok", f"{format_bytes(free)} are free{need}")
 
 
-def _node_memory(settings: LaunchSettings, preview: Preview) -> Check:
+def _node_memory(settings: LaunchSettings) -> Check:
     base = base_folder(settings.local_dir)
     if (why := why_not_writable(base)) is not None:
         return Check("local checkpoints", "warn", f"{why}; choose another --local-dir")

@@ -138,6 +138,7 @@ def _content(run_directory: RunDirectory, history: History, goodput: Goodput, is
         "outcome": None if outcome is None else outcome.status,
         "reason": None if outcome is None else outcome.reason,
         "ranks": goodput.ranks,
+        "absent_rank_seconds": goodput.absent_s,
         "rank_seconds": goodput.total,
         "goodput": goodput.goodput if is_known else None,
         "ettr": goodput.ettr if is_known else None,
@@ -300,9 +301,10 @@ def extent(found: dict[str, Any]) -> str:
     """Ranks times wall time: of what goodput is a share."""
     ranks = found["ranks"]
     of = f"{ranks} rank{'s' * (ranks > 1)} x {duration(found['rank_seconds'] / ranks)}"
-    if (idle := found["categories"]["idle"] / ranks) >= 1:
-        of += f", without {duration(idle)} in which nothing ran it"
-    return of
+    idle, absent = found["categories"]["idle"] / ranks, found["absent_rank_seconds"]
+    left_out = [f"{duration(idle)} in which nothing ran it"] * (idle >= 1)
+    left_out += [f"{duration(absent)} of ranks that were absent"] * (absent >= 1)
+    return f"{of}, without {' and '.join(left_out)}" if left_out else of
 
 
 def largest_losses(found: dict[str, Any]) -> list[str]:

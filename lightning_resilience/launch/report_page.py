@@ -111,6 +111,7 @@ _LARGE_GAIN = 0.01
 _MAX_INTERRUPTIONS = 100
 _MAX_REPORTS = 20
 _LONGEST_PAUSE = 0.08
+_LONGEST_PAUSES = 0.3  # of all of them together
 _REASON_LENGTH = 400
 _MARK_LANES = 3
 _MAX_LINES = 20
@@ -204,9 +205,8 @@ def _head(found: Mapping[str, Any]) -> Iterator[str]:
     yield "</header>"
 
 
-def _verdict(found: Mapping[str, Any]) -> Iterator[str]:
+def _verdict(found: dict[str, Any]) -> Iterator[str]:
     """Goodput, the largest losses and the number of interruptions."""
-    found = dict(found)
     yield "<section class='verdict'>"
     if found["goodput"] is None:
         yield f"<p>Goodput is not known{' yet' * found['is_ongoing']}: no process has recorded its time.</p>"
@@ -294,7 +294,8 @@ class Axis:
                 pauses.append((at, begin))
             at = max(at, end)
         whole = goodput.ended - goodput.began
-        longest = _LONGEST_PAUSE * (whole - sum(end - begin for begin, end in pauses)) or whole
+        part = min(_LONGEST_PAUSE, _LONGEST_PAUSES / max(len(pauses), 1))
+        longest = part * (whole - sum(end - begin for begin, end in pauses)) or whole
         self.cuts = [(begin, end) for begin, end in pauses if end - begin > longest]
         bounds = sorted({goodput.began, goodput.ended, *(each for cut in self.cuts for each in cut)})
         widths = [longest if pair in self.cuts else pair[1] - pair[0] for pair in pairwise(bounds)]
@@ -820,7 +821,7 @@ def _diagnoses(run: RunReport, folder: Path) -> dict[int, list[str]]:
         path = Path(run.content["run_dir"], "diagnostics", name)  # where it was written may be elsewhere now
         if times and path.is_dir():
             nearest = min(range(len(times)), key=lambda index: abs(times[index] - moment))
-            found[nearest].append(_text("./" + quote(os.path.relpath(path, folder))))
+            found[nearest].append(_text("./" + quote(os.fsencode(os.path.relpath(path, folder)))))
     return found
 
 

@@ -98,7 +98,8 @@ def standing(last: Allocation, run_dir: Path) -> Standing:
         last: Its last allocation.
         run_dir: The run directory.
     """
-    if last.job_id is not None and (queued := _queue_state(last.job_id)):
+    is_over = last.then == "end" or (last.exit_status == "finished" and last.then is None)
+    if last.job_id is not None and not is_over and (queued := _queue_state(last.job_id)):
         return Standing("queued" if any(f" is {state} " in queued for state in _WAITS) else "running", queued)
     if last.then == "end" or (last.exit is not None and last.then is None):
         how = last.how or str(last.exit_status)

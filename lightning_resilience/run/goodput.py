@@ -50,6 +50,9 @@ the host: its queue alone knows, and to ask for that at every step would be a sy
 How much of a step the device had nothing to do is measured by ``StragglerDetection`` with events, in the steps that it
 times; its reports name ``data loading`` where a rank is slow because of it.
 
+**Absent ranks.** While a run goes on without a rank, nobody is at its place, and its time is in no category and no
+share: that of the others is, who take longer for a step if they train for it, too. How much it was is said beside them.
+
 **Goodput** is the share of ``productive`` in all but ``idle``. **ETTR**, the effective training time ratio of Meta's
 "Revisiting Reliability in Large-Scale Machine Learning Research Clusters" (2024), has the same denominator (all time in
 which the run is scheduled, or waits to be) and counts all of training proper: what does not repeat steps, restart or
@@ -231,6 +234,7 @@ class Goodput:
         ended: When it ended; of one that runs, now.
         seconds: Rank-seconds by what they are due to.
         ranks: How many ranks it had at most.
+        absent_s: Rank-seconds in which ranks were absent and the others went on; in no category.
         interruptions: The groups of workers that ended before the run had, in the order of their starts.
         lives: All groups of workers, likewise.
         segments: The same seconds at their times; ``None``: not asked for. Of a process the sums are known and not
@@ -241,6 +245,7 @@ class Goodput:
     ended: float = 0.0
     seconds: defaultdict[Loss, float] = field(default_factory=lambda: defaultdict(float))
     ranks: int = 0
+    absent_s: float = 0.0
     interruptions: list[InterruptionCost] = field(default_factory=list)
     lives: list[Life] = field(default_factory=list)
     segments: list[Segment] | None = None
@@ -474,11 +479,17 @@ def account(
         group.extend(None if is_over else now)
         group.find_waits()
     due_to: InterruptionCost | None = None
+    of_job: set[int] = set()
     for before, group in zip([None, *groups], groups, strict=False):
         interruption = group.interruption
         verdict = min((fault.time for fault in group.faults), default=None)
         found.ranks = max(found.ranks, len(group.processes))
         found.lives.append(Life(group.began, group.ended, interruption))
+        if before is not None and group.is_of_same_job(before):
+            found.absent_s += len(of_job - group.processes.keys()) * (group.ended - before.ended)
+        else:
+            of_job.clear()
+        of_job |= group.processes.keys()
         for rank, process in group.processes.items():
             if before is None:
                 gaps.add(found.began, process.began, "launch", node=process.node)
@@ -514,7 +525,7 @@ def _groups(events: Iterable[Event], running: Iterable[TimeSpent]) -> list[_Grou
         group.world_size = max(group.world_size, event.world_size or 0)
         is_kept = number >= len(recorded)
         group.killed += event.ranks or () if event.killed else ()
-        with suppress(IndexError, TypeError):  # not as this package writes it
+        with suppress(LookupError, TypeError, ValueError):  # not as this package writes it
             group.processes |= {rank: _process(event, index, is_kept) for index, rank in enumerate(event.ranks or ())}
     of_start: dict[object, _Group] = {
         (each.elastic_run_id, each.restart_count, each.node): groups[key]

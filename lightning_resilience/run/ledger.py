@@ -17,6 +17,7 @@ versions have written, into one file ``ledger.jsonl`` beside the folder.
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import math
@@ -92,7 +93,9 @@ class Ledger:
                 # lost.
                 size = os.fstat(fd).st_size
                 torn = size > 0 and os.pread(fd, 1, size - 1) != b"\n"
-                os.write(fd, (b"\n" if torn else b"") + data + b"\n")
+                whole = (b"\n" if torn else b"") + data + b"\n"
+                if os.write(fd, whole) < len(whole):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             finally:
                 os.close(fd)
         except OSError as error:

@@ -291,7 +291,8 @@ class RunDirectory:
     @property
     def fits(self) -> list[FitDirectory]:
         """The folders of all fits that have begun, in order."""
-        return [FitDirectory(path) for path in sorted(self.path.glob("fit-[0-9]*"))]
+        paths = self.path.glob("fit-[0-9]*")
+        return [FitDirectory(path) for path in sorted(paths, key=lambda path: (len(path.name), path.name))]
 
     def steps_saved(self, fit: int) -> list[int] | None:
         """The steps of the checkpoints of a fit, by their names; ``None`` if that is not known here."""

@@ -149,6 +149,8 @@ def _save_cost(figures: RunFigures, amount: Amount) -> RunFigures:
 def _local(figures: RunFigures, amount: Amount) -> RunFigures:
     if amount.unit == "off":
         return _with_saves(figures, figures.saves, None)
+    if amount.unit == "steps":  # the replay knows local saves by the time between them
+        amount = Amount(max(round(amount.number), 1) * figures.step_s, "s")
     before = figures.local_saves or Saves(amount.number)
     local_saves = _chosen(figures, before) if amount.unit == "auto" else _every(before, amount, figures.step_s)
     return _with_saves(figures, figures.saves, local_saves)

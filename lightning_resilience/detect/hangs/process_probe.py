@@ -175,17 +175,19 @@ def _stacks(pid: int, path: Path) -> str:
     file = path.with_suffix(".stacks")
     if not _handles(pid, STACKS_SIGNAL) or not file.exists():
         return ""
-    before = file.stat().st_size
-    with suppress(ProcessLookupError):
-        os.kill(pid, STACKS_SIGNAL)
-    sizes = [before, before]
-    deadline = time.monotonic() + STACKS_WITHIN_S
-    while time.monotonic() < deadline and not sizes[-1] == sizes[-2] > before:
-        time.sleep(0.02)
-        sizes.append(file.stat().st_size)
-    with open(file, "rb") as stacks:
-        stacks.seek(before)
-        return stacks.read().decode(errors="replace")
+    with suppress(OSError):  # the process or its files go away: there is what else is known of it, and of other ranks
+        before = file.stat().st_size
+        with suppress(ProcessLookupError):
+            os.kill(pid, STACKS_SIGNAL)
+        sizes = [before, before]
+        deadline = time.monotonic() + STACKS_WITHIN_S
+        while time.monotonic() < deadline and not sizes[-1] == sizes[-2] > before:
+            time.sleep(0.02)
+            sizes.append(file.stat().st_size)
+        with open(file, "rb") as stacks:
+            stacks.seek(before)
+            return stacks.read().decode(errors="replace")
+    return ""
 
 
 def _handles(pid: int, signum: int) -> bool:

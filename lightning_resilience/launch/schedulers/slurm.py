@@ -145,6 +145,7 @@ def run_slurm(*command: str) -> subprocess.CompletedProcess[str]:
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
+            errors="replace",  # names are in whatever their users write
             timeout=_COMMAND_TIMEOUT_S,
             check=False,
             env=os.environ | {"SLURM_TIME_FORMAT": "standard"},  # which a user may have set to another
@@ -160,7 +161,9 @@ def show_job(job_id: str) -> dict[str, str]:
         job_id: Its id.
     """
     shown = run_slurm("scontrol", "--oneliner", "show", "job", job_id)
-    return dict(re.findall(r"(?:^|\s)([A-Za-z]+)=(\S*)", shown.stdout)) if shown.returncode == 0 else {}
+    # Comments are anybody's text, and come behind all that is read here.
+    fields = re.split(r"\s[A-Za-z]*Comment=", shown.stdout)[0] if shown.returncode == 0 else ""
+    return dict(re.findall(r"(?:^|\s)([A-Za-z]+)=(\S*)", fields))
 
 
 def node_names(node_list: str) -> list[str]:
@@ -324,6 +327,7 @@ class Slurm(Scheduler):
                 ["sbatch", "--parsable", str(script)],
                 capture_output=True,
                 text=True,
+                errors="replace",  # names are in whatever their users write
                 timeout=_SUBMIT_TIMEOUT_S,
                 check=False,
             )
