@@ -19,6 +19,7 @@ import lightning.pytorch as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, ModelPruning, StochasticWeightAveraging, Timer
+from lightning.pytorch.demos.boring_classes import BoringModel
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_resilience import AutoResume, LocalCheckpoint
@@ -423,3 +424,39 @@ def test_a_fit_whose_end_could_not_be_saved_goes_on_with_other_settings(
     assert not [path for path in script.checkpoints if "final" in path.name]
     end = script.start(batch_size=8)
     assert end.trainer.state.finished
+
+
+class AsksEarly(BoringModel):  # type: ignore[misc]
+    fails = False
+
+    def setup(self, stage: str) -> None:
+        self.asked = self.trainer.estimated_stepping_batches
+        if self.fails:
+            raise ValueError("on purpose")
+
+
+@pytest.mark.parametrize("saves", [False, True])
+def test_how_data_were_divided_holds_only_where_there_is_something_to_resume_from(tmp_path: Path, saves: bool) -> None:
+    """And not for a fit that follows in the same Trainer, if this one fails before it has read a checkpoint."""
+
+    def trainer(**options: Any) -> L.Trainer:
+        context.fits_begun.clear()
+        quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+        own = AutoResume(tmp_path / "run", every_n_train_steps=2, async_save=False)
+        limits = {"max_epochs": 1, "limit_val_batches": 0, "enable_checkpointing": False, **options}
+        return L.Trainer(callbacks=[own], accelerator="cpu", default_root_dir=tmp_path, **quiet, **limits)
+
+    trainer(max_steps=5 if saves else 1, max_epochs=-1).fit(AsksEarly())
+    fit = RunDirectory(tmp_path / "run").fit(0)
+    for path in [] if saves else fit.checkpoints.iterdir():
+        path.unlink()
+    assert fit.fingerprint is not None
+    fit.fingerprint = {**fit.fingerprint, "division": {"places": 2, "share": "1", "batch_sizes": [1]}}
+    failing, again, module = trainer(), AsksEarly(), AsksEarly()
+    again.fails = True
+    with pytest.raises(ValueError, match="on purpose"):
+        failing.fit(again)
+    assert again.asked == (32 if saves else 64)
+    assert "_prepare_dataloader" not in vars(failing._data_connector)
+    trainer().fit(module)
+    assert module.asked == again.asked

@@ -164,11 +164,10 @@ class TrainingData:
         self._orders: Iterator[Order | None] = iter(())
         connector, source = trainer._data_connector, trainer.fit_loop._data_source
         prepare, request = connector._prepare_dataloader, source.dataloader
-        combined_loader = lightning_data.combined_loader_class(trainer)
 
         def requested() -> Any:
             found = request()
-            self._decide((found if isinstance(found, combined_loader) else combined_loader(found)).flattened)
+            self.decide(found)
             return found
 
         def prepared(dataloader: Any, shuffle: bool, mode: Any) -> Any:
@@ -182,8 +181,10 @@ class TrainingData:
         patches.set(source, "dataloader", requested)
         patches.set(connector, "_prepare_dataloader", prepared)
 
-    def _decide(self, loaders: list[Any]) -> None:
-        """Whether and how these loaders are divided, all of them alike."""
+    def decide(self, found: Any) -> None:
+        """Whether and how the loaders are divided that the script has made, all of them alike."""
+        combined_loader = lightning_data.combined_loader_class(self._trainer)
+        loaders = (found if isinstance(found, combined_loader) else combined_loader(found)).flattened
         known, count = self._division.orders, len(loaders)
         is_in_progress = self._division.epoch is not None and not self._others  # else they are made anew
         orders: list[Order | None] = [*known] if known is not None and len(known) == count else [None] * count

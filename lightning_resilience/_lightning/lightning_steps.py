@@ -106,8 +106,9 @@ def clips_by_norm(trainer: Trainer) -> bool:
 def norm_is_last(trainer: Trainer) -> bool:
     """Whether nothing of the module's comes between that clipping by norm and a step, or clips in its place."""
     module: Any = trainer.lightning_module
-    clips = type(module).configure_gradient_clipping.__qualname__ == "LightningModule.configure_gradient_clipping"
-    return clips_by_norm(trainer) and clips and bool(module.automatic_optimization)
+    clips = module.configure_gradient_clipping
+    is_lightnings = clips.__module__.partition(".")[0] in ("lightning", "pytorch_lightning")
+    return clips_by_norm(trainer) and is_lightnings and bool(module.automatic_optimization)
 
 
 def _clips_as_usual(plugin: Any) -> bool:

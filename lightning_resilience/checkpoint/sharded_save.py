@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 
 from lightning_resilience._files import make_directory
 from lightning_resilience._torch import local
+from lightning_resilience.agreement_protocol import PeerLost
 from lightning_resilience.checkpoint import checkpoint_file, dcp
 from lightning_resilience.checkpoint.safe_serialization import map_nested
 from lightning_resilience.checkpoint.store_messages import StoreMessages
@@ -76,6 +77,10 @@ class Outcome:
 
     how: Literal["published", "invalidated", "failed", "stale"]
     reason: str = ""
+
+
+OF_OTHERS = Outcome("invalidated", "the ranks of this run are others from here on")
+"""Nobody is told: the fit ends, or is entered again."""
 
 
 @dataclass(frozen=True)
@@ -206,6 +211,8 @@ class ShardedSaves:
             checkpoint_file.publish_directory(save.written, save.path, save.metadata, self.check_owner, known)
         except StaleAttempt as error:
             return Outcome("stale", str(error))
+        except PeerLost:
+            return OF_OTHERS
         except Exception as error:
             return Outcome("failed", f"{type(error).__name__}: {error}")
         return Outcome("published")

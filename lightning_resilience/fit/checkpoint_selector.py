@@ -37,7 +37,7 @@ from lightning_resilience.fit.context import FitContext
 from lightning_resilience.fit.exact_state import STATE_KEY
 from lightning_resilience.fit.identity import is_started_by_machine
 from lightning_resilience.fit.outcome import ENDS_APART, FitOutcome
-from lightning_resilience.fit.participant import Participant
+from lightning_resilience.launch import membership
 from lightning_resilience.launch.script_errors import past_max_epochs
 from lightning_resilience.run.events import (
     Finished,
@@ -125,6 +125,14 @@ class CheckpointSelector:
         """
         self.local, self._probation_steps = tier, probation_steps
 
+    def has_saved(self) -> bool:
+        """Whether there seems to be something to resume from, as far as this rank sees."""
+        with contextlib.suppress(OSError):
+            if self.uses_global and resume.checkpoints(self._fit.folder.checkpoints):
+                return True
+            return self.local is not None and any(True for _ in self.local.store.shard_files())
+        return False
+
     # -- choosing ------------------------------------------------------------------------------------------------------
 
     def choose(self, explicit: str | None) -> Choice | None:
@@ -165,9 +173,7 @@ class CheckpointSelector:
             self._begins_anew_beside(self.local.of_others[0])
         if zero:
             starts = f"this fit starts from {explicit or 'the beginning'}"
-            if finished and not fit.participants.implement(Participant.after_final_save):
-                log.info("The fit in %s has finished, and its end was kept by nobody: it begins anew.", fit.folder.path)
-            elif finished or paths or generations or os.path.lexists(fit.folder.quarantine):
+            if finished or paths or generations or os.path.lexists(fit.folder.quarantine):
                 log.warning("No checkpoint in %s can be used; %s.", fit.folder.path, starts)
             elif (gone := self._saved_once()) is not None:
                 what = "The checkpoints of %s are gone, the newest was of step %d; %s."
@@ -185,6 +191,9 @@ class CheckpointSelector:
         Raises:
             AnotherFit: If a person can mend that, or nothing else than local checkpoints is ever saved.
         """
+        line = membership.current()
+        if line is not None and line.generation > 0:
+            return  # where all ranks are restarted, they can go on from it
 
         def goes_on() -> bool:
             return os.environ.get(CONTINUE_VARIABLE) == "1" or (self.uses_global and is_started_by_machine())

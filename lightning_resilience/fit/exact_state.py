@@ -101,6 +101,8 @@ class ExactState:
         self._absent: AbsentRanks | None = None
         self._left_out = 0
         self._early = Patches()
+        self._expected: tuple[dict[str, Any], Callable[[], bool]] | None = None
+        self._was_early = False
         self._early_batches: float | None = None
         self._global_batch = global_batch()
         self._was = (0, "")
@@ -385,27 +387,45 @@ class ExactState:
         sizes = data_position.batch_sizes(lightning_data.train_loaders(self.fit.trainer))
         return {"places": self.places, "share": str(self.batch_share), "batch_sizes": sizes}
 
-    def expect_division(self, last: dict[str, Any] | None) -> None:
-        """Divides data that are asked for before the checkpoint is read as they were at the last start.
+    def expect_division(self, last: dict[str, Any] | None, has_saved: Callable[[], bool]) -> None:
+        """Has data that are asked for before the checkpoint is read be divided as they were at the last start.
 
         Modules make schedules from ``trainer.estimated_stepping_batches``, in ``setup`` or with strategies that read
         checkpoints only when they are set up.
+
+        Args:
+            last: As :meth:`describe_division` described it; ``None``: it is not known.
+            has_saved: Whether this rank sees something to resume from; asked when all callbacks are set up.
         """
+        self._expected = None if last is None else (last, has_saved)
+
+    def _divide_early(self, made: Any) -> None:
+        assert self._expected is not None
+        (last, has_saved), self._expected = self._expected, None
+        if not any(self.fit.gather(has_saved())):
+            return
         with suppress(KeyError, TypeError, ValueError, ZeroDivisionError):
-            if last is not None and (last["places"], last["share"]) != (self.fit.trainer.world_size, "1"):
+            if (last["places"], last["share"]) != (self.fit.trainer.world_size, "1"):
                 division = self._division(int(last["places"]), Fraction(last["share"]), list(last["batch_sizes"]))
-                TrainingData(self.fit.trainer, self._early, division)
+                self._was_early = True
+                TrainingData(self.fit.trainer, self._early, division).decide(made)
+
+    def undo_early_division(self) -> None:
+        """From now on data are not divided, unless the checkpoint says so."""
+        self._expected = None
+        self._early.undo()
 
     def forget_early_data(self) -> None:
         """From now on data are divided as the checkpoint says."""
         trainer = self.fit.trainer
         self._early_batches = trainer.num_training_batches if lightning_data.train_loaders(trainer) else None
-        self._early.undo()
+        self.undo_early_division()
         lightning_data.forget(trainer)
 
     def _check_early_data(self) -> None:
         before, now = self._early_batches, self.fit.trainer.num_training_batches
-        if before not in (None, now) and self.fit.rank == 0:
+        are_divided = self._was_early or self._data is not None  # else the script has changed them in another way
+        if before not in (None, now) and are_divided and self.fit.rank == 0:
             log.warning(
                 "The module has asked for its training data before the checkpoint was read: an epoch had %s batches "
                 "then, and has %s. A schedule made from trainer.estimated_stepping_batches has another length.",
@@ -474,6 +494,8 @@ class ExactState:
             data_position.set_random_state(was["random"], device)
         begun = data_position.get_random_state(device)
         made = make()
+        if which == 0 and self._expected is not None:
+            self._divide_early(made)
         has_drawn = not data_position.is_same(begun, data_position.get_random_state(device))
         self._made[which] = {"random": begun if has_drawn else None}
         if is_again and epoch is not None:

@@ -212,7 +212,9 @@ class NumericsPolicy(Participant):
             has_scaler=lightning_steps.has_grad_scaler(trainer),
             reruns=None if options.rerun == "disabled" else reruns,
         )
-        if sharded or (options.check_grads and lightning_steps.norm_is_last(trainer)):
+        # The norm of 16-bit floats is soon too large for its type, and says nothing then.
+        has_halves = any(each.dtype is torch.float16 for each in trainer.lightning_module.parameters())
+        if sharded or (options.check_grads and not has_halves and lightning_steps.norm_is_last(trainer)):
             lightning_steps.on_clipping_by_norm(trainer, patches, self._guard.before_norm, self._guard.take_norm)
         if self._skips:
             self._logged = lightning_metrics.LoggedValues(trainer, patches)

@@ -45,7 +45,14 @@ from lightning_resilience.checkpoint.safe_serialization import (
     to_safe,
     unpack,
 )
-from lightning_resilience.checkpoint.sharded_save import Draft, Outcome, Save, ShardedSaves, without_numpy_numbers
+from lightning_resilience.checkpoint.sharded_save import (
+    OF_OTHERS,
+    Draft,
+    Outcome,
+    Save,
+    ShardedSaves,
+    without_numpy_numbers,
+)
 from lightning_resilience.checkpoint.store_messages import StoreMessages
 from lightning_resilience.detect.numerics.divergence import Divergence
 from lightning_resilience.fit import checkpoint_io
@@ -592,7 +599,7 @@ class Saver:
         """
         if outcome.how == "stale":
             raise StaleAttempt(outcome.reason)
-        if outcome == _OF_OTHERS:
+        if outcome == OF_OTHERS:
             return False
         if outcome.how != "published":
             self._report_failed(outcome.reason, step)
@@ -670,17 +677,13 @@ def _failed(error: Exception) -> Outcome:
     return Outcome("failed", f"{type(error).__name__}: {error}")
 
 
-_OF_OTHERS = Outcome("invalidated", "the ranks of this run are others from here on")
-"""Nobody is told: the fit ends, or is entered again."""
-
-
 def _outcome_of(write: Callable[[], object]) -> Outcome:
     try:
         write()
     except SystemExit as error:  # StaleAttempt, also that of rank 0
         return Outcome("stale", str(error))
     except PeerLost:
-        return _OF_OTHERS
+        return OF_OTHERS
     except Exception as error:
         return _failed(error)
     return Outcome("published")

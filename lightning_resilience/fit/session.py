@@ -102,6 +102,8 @@ class FitSession:
         """The callbacks that take part."""
         self.interrupted_by: Callable[[], BaseException | None] = lambda: None
         """A weak reference to the exception that has stopped the fit in order."""
+        self.when_left: Callable[[], None] = lambda: None
+        """What is called last, when everything is released."""
         self._has_restored = False
         self.has_left = False
         self._guarded: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
@@ -128,7 +130,7 @@ class FitSession:
         lightning_checkpoints.on_restore(trainer, patches, self._restore)
         lightning_checkpoints.on_restore_training_state(trainer, patches, self._restorer.restoring_training_state)
         lightning_data.on_request(trainer, patches, self.exact.make_loaders)
-        self.exact.expect_division(self.fit.from_rank_0(self._identity.recorded_division))
+        self.exact.expect_division(self.fit.from_rank_0(self._identity.recorded_division), self.selector.has_saved)
         lightning_data.on_train_data(trainer, patches, self._before_first_iterator, self._before_iterator)
         lightning_loops.on_fit_run(trainer, patches, self._run)
         lightning_loops.on_fit_loop(
@@ -538,7 +540,7 @@ class FitSession:
         fit = self.fit
         fit.time.end_fit(fit.failing)
         with ExitStack() as steps:  # in reverse order, also if one raises
-            steps.callback(_each, fit.participants.implement(Participant.left))
+            steps.callback(lambda: self.when_left())
             if self._own_account.is_kept or not fit.time.is_shared:  # else the watchdog records it
                 steps.callback(self._own_account.record)
             if fit.rank == 0:
@@ -546,6 +548,7 @@ class FitSession:
             steps.callback(begin_another, *(wandb_run_id(fit.run_id, fit.index + more) for more in (0, 1)))
             if self._unwatched is not None:
                 steps.callback(self._unwatched.end_fit)
+            steps.callback(_each, fit.participants.implement(Participant.left))
             steps.callback(self.exact.stop)
             steps.callback(self._release)
             steps.callback(fit.agreement.stop)
@@ -556,6 +559,7 @@ class FitSession:
     def _release(self) -> None:
         self._behind_step.close()
         self.exact.loading.undo()
+        self.exact.undo_early_division()
         self.fit.patches.undo()
         self.exact.workers.leave()
         for loader, init in self._guarded.items():

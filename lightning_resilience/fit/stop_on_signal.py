@@ -15,7 +15,6 @@ from lightning_resilience import signals
 from lightning_resilience._lightning import lightning_signals
 from lightning_resilience._output import guard_streams
 from lightning_resilience.agreement_protocol import Event, Needs
-from lightning_resilience.checkpoint import resume
 from lightning_resilience.fit.participant import Participant
 from lightning_resilience.fit.session import FitSession
 from lightning_resilience.launch import membership
@@ -29,7 +28,6 @@ log = logging.getLogger("lightning_resilience.callbacks.preemption")  # users co
 
 _PREEMPT = "preempt"
 _LOCAL_SHARE = 0.25  # of the time that is left; the rest is for the global save
-_KEPT = 2  # checkpoints where nobody else keeps any: one of them may turn out to be bad
 _SAFETY_FACTOR = 1.5  # storage is slowest when many jobs are stopped at once
 
 
@@ -69,7 +67,7 @@ class StopOnSignal(Participant):
         lightning_signals.keep_signal_handlers(session.fit.trainer, session.fit.patches, listener.signums, *restore)
         self._requeue_signal = lightning_signals.requeue_signal(session.fit.trainer)
         self._line = membership.current()
-        session.selector.use_global_tier()  # what it saves, the same command goes on from
+        session.when_left = self._decide_about_late_signal
         listener.subscribe(self._on_signal, before_exit=self._end_now)
         if self._line is not None:
             self._line.stop = partial(self._request, signal.SIGTERM)
@@ -110,32 +108,27 @@ class StopOnSignal(Participant):
         is_first, step = trainer.is_global_zero, trainer.global_step
         if is_first:
             log.info("Preemption detected, saving checkpoint and exiting")  # NeMo's words
+        resumes = session.selector.uses_global
         if local := session.fit.participants.implement(Participant.save_locally):
-            short = trainer.strategy.broadcast(is_first and self._is_short_of_time())
-            if short and local[0]("preemption", _LOCAL_SHARE * self._listener.seconds_left) and is_first:
-                log.info("Saved step %d to the local checkpoints of all nodes.", step)
+            # Without AutoResume nothing else is resumed from.
+            first = not resumes or trainer.strategy.broadcast(is_first and self._is_short_of_time())
+            if first and local[0]("preemption", _LOCAL_SHARE * self._listener.seconds_left):
+                resumes = True
+                if is_first:
+                    log.info("Saved step %d to the local checkpoints of all nodes.", step)
         path = session.saver.save("preemption")
-        if path is not None and is_first and not self._others_save:
-            resume.retain(session.fit.folder.checkpoints, _KEPT)
         reason = f"signal {event.payload['signum']} on rank {event.rank}"
         if is_first:
             session.outcome.write("interrupted", reason)
             session.fit.ledger.record(FitInterrupted(fit=session.fit.index, step=step, reason=reason))
             saved = f"saved {path}" if path is not None else "no new checkpoint could be saved"
-            log.info("Stopped at step %d because of %s; %s. Run the same command again to go on.", step, reason, saved)
+            then = "Run the same command again to go on."
+            if not resumes:
+                then = "Without AutoResume nothing goes on from it by itself: give it to fit(ckpt_path=...)."
+            log.info("Stopped at step %d because of %s; %s. %s", step, reason, saved, then)
             if event.payload["requeue"]:
                 _requeue()
         raise signals.Interrupted(f"interrupted at step {step} by {reason}")
-
-    @property
-    def _others_save(self) -> bool:
-        """Whether somebody else keeps checkpoints in the run directory, and the final state."""
-        return bool(self.session.fit.participants.implement(Participant.after_final_save))
-
-    def after_save(self, is_end: bool) -> None:
-        """When the fit has finished, nothing is to be gone on with: if it is started again, it begins anew."""
-        if is_end and self.session.fit.rank == 0 and not self._others_save:
-            resume.retain(self.session.fit.folder.checkpoints, 0)
 
     def leave(self) -> None:
         """Restores output and handlers."""
@@ -151,8 +144,8 @@ class StopOnSignal(Participant):
         finally:
             self._release()
 
-    def left(self) -> None:
-        """Has the previous handler decide about a signal that came too late for this fit."""
+    def _decide_about_late_signal(self) -> None:
+        """Has the previous handler do so: it came too late for this fit."""
         received = self._listener.received
         if received is None or received in self._listener.returned or signals.installed() is not None:
             return

@@ -18,9 +18,14 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from typing import Any
 
 import torch
-from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 from lightning_resilience._torch import local
+
+_group_by_kind: Callable[[Any], Any] | None
+try:
+    from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype as _group_by_kind
+except ImportError:  # each tensor is looked at then
+    _group_by_kind = None
 
 _STRIDED = torch.strided  # an attribute of a module costs more
 
@@ -61,11 +66,11 @@ _Groups = dict[tuple[torch.device, torch.dtype], list[torch.Tensor]]
 
 def _groups_of_dense(tensors: list[torch.Tensor]) -> _Groups | None:
     """The tensors by device and type, without a look at each; ``None`` if not all are as most gradients are."""
-    if _are_dense(tensors) and all(map(torch.Tensor.numel, tensors)):
-        found = _group_tensors_by_device_and_dtype([tensors])  # type: ignore[list-item]
+    if _group_by_kind is not None and _are_dense(tensors) and all(map(torch.Tensor.numel, tensors)):
+        found = _group_by_kind([tensors])
         devices = {device for device, _ in found}
         if len(devices) == 1 and torch.device("meta") not in devices and {dtype for _, dtype in found} <= _TYPES:
-            return {kind: group for kind, ((group,), _) in found.items()}  # type: ignore[misc]
+            return {kind: group for kind, ((group,), _) in found.items()}
     return None
 
 

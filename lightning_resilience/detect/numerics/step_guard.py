@@ -328,11 +328,9 @@ class StepGuard:
         """The norm of an optimizer's gradients of all ranks is known, the same on all of them.
 
         It saves a second look at all gradients where they are not sharded: it is finite if they are. Where it is not,
-        they were clipped to nothing, at the least. That of 16-bit floats is soon too large for its type, and says
-        nothing.
+        they were clipped to nothing, at the least.
         """
-        if self.sharded or norm.dtype is not torch.float16:
-            self._norm[id(optimizer)] = norm.detach()
+        self._norm[id(optimizer)] = norm.detach()
 
     def before_norm(self, optimizer: Optimizer) -> None:
         """Before that norm: a rank whose loss is bad notifies the others by it."""
