@@ -7,6 +7,7 @@ import functools
 import os
 import signal
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -62,10 +63,10 @@ def stat_of(pid: int | str) -> list[str] | None:
 
 @functools.cache
 def boot_id() -> str:
-    """Names this start of the kernel; empty where there is no ``/proc``."""
+    """Names this start of the kernel; empty where there is no ``/proc``. What fails otherwise is asked again."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
+    except FileNotFoundError:
         return ""
 
 
@@ -131,6 +132,7 @@ def _started(pid: int) -> str:
 
     Its start by the clock is that of the boot plus these, and moves whenever the clock is set.
     """
-    if boot_id() and (stat := stat_of(pid)) is not None:
-        return f"{boot_id()}-{stat[19]}"
+    with suppress(FileNotFoundError, ProcessLookupError):
+        if boot := boot_id():
+            return f"{boot}-{Path(f'/proc/{pid}/stat').read_text(errors='replace').rpartition(')')[2].split()[19]}"
     return str(psutil.Process(pid).create_time())  # where there is no /proc

@@ -40,8 +40,9 @@ _T = TypeVar("_T")
 
 def neighbourhood() -> str:
     """Names the processes that this one reaches by the loopback interface: they have the same."""
-    name = f"{os.uname().nodename} {boot_id()}"
+    name = os.uname().nodename
     with suppress(OSError):
+        name += f" {boot_id()}"
         name += f" {os.stat('/proc/self/ns/net').st_ino}"
     return name
 

@@ -158,7 +158,7 @@ def test_the_first_steps(examples: Examples) -> None:
     commands = first_steps(examples, 512)
     assert list(commands) == ["launch", "watch", "report"]
     assert "Finished: the script ended." in examples.run(commands["launch"])
-    assert "is watched" in examples.run(commands["watch"])
+    assert "ended: finished" in examples.run(commands["watch"])
     assert re.search(r" finished +rank 0 .* 0: 48$", examples.run(commands["report"]), flags=re.MULTILINE)
     assert "has finished already" in examples.run(commands["launch"])
 

@@ -127,6 +127,8 @@ def test_output_is_put_back_before_the_handlers_of_signals(fails: bool) -> None:
         _release_output=output,
         _line=None,
         _timer=None,
+        _listener=SimpleNamespace(grace_period_s=7.0),
+        _before_s=60.0,
     )
     if fails:
         with pytest.raises(OSError, match="on purpose"):

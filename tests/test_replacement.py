@@ -85,7 +85,7 @@ def test_a_rank_learns_of_a_loss_when_its_group_is_cut(ends: tuple[Membership, C
     assert said is not None
     assert (said.kind, said.fields) == (
         "state",
-        {"state": "left", "generation": 3, "reason": "", "fewer": None, "tasks": "", "group": 1},
+        {"state": "left", "generation": 3, "reason": "", "fewer": None, "tasks": "", "group": 1, "has_trained": False},
     )
     assert line.replacement() is None
 

@@ -36,7 +36,7 @@ class LocalCheckpoint(SessionCallback):
 
     Local checkpoints belong to the strategy that saved them and, unless steps can stay the same with others (plain
     DDP), to the number of ranks; else the run resumes from its newest global checkpoint
-    (:class:`~lightning_resilience.AutoResume`). They are removed when the fit has finished.
+    (:class:`~lightning_resilience.AutoResume`). They are removed when its final state is saved.
 
     Args:
         dir: Folder on storage of the node, in which ``local_ckpt-<user id>/<host>`` is created. Default: that of

@@ -531,9 +531,9 @@ class LocalSavePolicy(Participant):
             self._saves = None
 
     def clear(self) -> None:
-        """The fit has finished and its final state is safe, or nobody keeps one: nothing local is needed any more."""
+        """The fit has finished and its final state is safe: nothing local is needed any more."""
         session = self.session
-        if session.fit.final_path is None and session.fit.participants.implement(Participant.after_final_save):
+        if session.fit.final_path is None:
             return
         session.fit.trainer.strategy.barrier("resilience local checkpoints")  # nobody writes any more
         if self.location.local_rank == 0:

@@ -136,7 +136,10 @@ class Ledger:
 
 def _own_file(folder: Path) -> Path:
     """The file of this kernel and mount. Two containers on a host share it if, and only if, they may."""
-    writer = zlib.crc32(f"{boot_id()}{folder.stat().st_dev}".encode())
+    boot = ""
+    with suppress(OSError):
+        boot = boot_id()
+    writer = zlib.crc32(f"{boot}{folder.stat().st_dev}".encode())
     return folder / f"{re.sub(r'[^A-Za-z0-9_.-]', '_', platform.node())[:100]}-{writer:08x}.jsonl"
 
 
