@@ -714,7 +714,7 @@ def test_a_name_that_is_cut_in_a_character_blinds_nobody() -> None:
 def test_a_process_is_not_taken_for_dead_because_this_one_cannot_look(monkeypatch: pytest.MonkeyPatch) -> None:
     record = describe_process()
 
-    def no_more_files(*args: Any) -> str:
+    def no_more_files(*args: Any, **options: Any) -> str:
         raise OSError(errno.ENFILE, "Too many open files in system")
 
     monkeypatch.setattr(Path, "read_text", no_more_files)
