@@ -56,9 +56,13 @@ def _seconds_since_start() -> float:
 def stat_of(pid: int | str) -> list[str] | None:
     """The fields of ``/proc/PID/stat`` from the state on; ``None`` if there is no such process, or thread."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+        return _stat(pid)
     except OSError:
         return None
+
+
+def _stat(pid: int | str) -> list[str]:
+    return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
 
 
 @functools.cache
@@ -134,5 +138,5 @@ def _started(pid: int) -> str:
     """
     with suppress(FileNotFoundError, ProcessLookupError):
         if boot := boot_id():
-            return f"{boot}-{Path(f'/proc/{pid}/stat').read_text(errors='replace').rpartition(')')[2].split()[19]}"
+            return f"{boot}-{_stat(pid)[19]}"
     return str(psutil.Process(pid).create_time())  # where there is no /proc

@@ -415,12 +415,11 @@ class ExactState:
         self._expected = None
         self._early.undo()
 
-    def forget_early_data(self) -> None:
+    def end_early_data(self) -> None:
         """From now on data are divided as the checkpoint says."""
         trainer = self.fit.trainer
         self._early_batches = trainer.num_training_batches if lightning_data.train_loaders(trainer) else None
         self.undo_early_division()
-        lightning_data.forget(trainer)
 
     def _check_early_data(self) -> None:
         before, now = self._early_batches, self.fit.trainer.num_training_batches

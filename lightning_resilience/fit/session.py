@@ -147,7 +147,7 @@ class FitSession:
             found = lightning_checkpoints.load_checkpoint(self.fit.trainer, explicit, weights_only)
             lightning_checkpoints.restore_checkpoint(self.fit.trainer, explicit, found)
         else:
-            self.exact.forget_early_data()
+            self.exact.end_early_data()
             with self.fit.time.during(time_account.RESTORE):
                 self._restorer.restore(explicit, weights_only)
                 self.replaceability.check_has_state(self.selector.loaded is not None)
