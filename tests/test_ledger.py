@@ -646,3 +646,17 @@ def test_nothing_to_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         main(["inspect", str(tmp_path / "missing")])
     assert ended.value.code == 2
     assert "missing does not exist" in capsys.readouterr().err
+
+
+def test_an_event_of_which_only_a_part_is_written_is_logged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As on a disk that becomes full within the line."""
+    write = os.write
+    with monkeypatch.context() as full:
+        full.setattr(os, "write", lambda fd, data: write(fd, data[: len(data) // 2]))
+        Ledger(tmp_path).record("fault", reason="boom")
+    assert "cannot be written" in caplog.text
+    assert "boom" in caplog.text
+    Ledger(tmp_path).record("fault", reason="later")
+    assert [each["reason"] for each in read_ledger(tmp_path)] == ["later"]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
 import xml.etree.ElementTree as ET
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote
+from urllib.parse import unquote_to_bytes
 
 import pytest
 
@@ -173,7 +174,8 @@ def test_nothing_in_a_ledger_is_markup(tmp_path: Path) -> None:
 
 def test_a_diagnosis_is_linked_where_it_is_now(tmp_path: Path) -> None:
     """Also if the run directory has been moved, from wherever the page is; where it is gone there is no link."""
-    run_dir = tmp_path / "run"
+    run_dir = tmp_path / os.fsdecode(b"caf\xe9") / "run"  # no UTF-8
+    run_dir.parent.mkdir()
     _, page, _ = shown(run_dir, *story())
     assert not [each for each in page.iter("a") if words(each) == "Diagnosis"]
     folder = run_dir / "diagnostics" / "2026-01-31 12:00'1"
@@ -184,7 +186,7 @@ def test_a_diagnosis_is_linked_where_it_is_now(tmp_path: Path) -> None:
         [told] = [each for each in page.iter("article") if "Diagnosis" in words(each)]
         assert words(told).startswith("1 hang")
         [link] = [str(each.get("href")) for each in told.iter("a")]
-        assert (file.parent / unquote(link)).resolve() == folder
+        assert (file.parent / os.fsdecode(unquote_to_bytes(link))).resolve() == folder
 
 
 def test_steps_done_again_are_told_from_new_ones(tmp_path: Path) -> None:

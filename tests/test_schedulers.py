@@ -11,12 +11,14 @@ from pathlib import Path
 import pytest
 
 from lightning_resilience.launch import batch_job, cli, schedulers
+from lightning_resilience.launch import status as status_module
 from lightning_resilience.launch.batch_job import BatchJob
 from lightning_resilience.launch.job_info import job_info
 from lightning_resilience.launch.schedulers import current_scheduler, slurm
 from lightning_resilience.launch.schedulers.base import JobStatus, Scheduler
 from lightning_resilience.launch.status import status
-from tests.ledgers import read_ledger
+from lightning_resilience.run.run_directory import RunDirectory
+from tests.ledgers import Ledger, read_ledger
 
 
 class Lsf(Scheduler):
@@ -121,3 +123,16 @@ def test_a_comment_says_nothing_of_a_job(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(slurm, "run_slurm", lambda *words: subprocess.CompletedProcess(words, 0, shown, ""))
     found = slurm.show_job("7")
     assert (found["JobState"], found["Restarts"]) == ("RUNNING", "0")
+
+
+def test_a_run_that_has_ended_asks_no_scheduler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(status_module, "_queue_state", lambda job_id: asked.append(job_id))
+    ledger = Ledger(RunDirectory(tmp_path).ledger)
+    ledger.record("launch", launch_id="1", slurm_job_id="7")
+    ledger.record("exit", status="failed", exit_code=1, reason="boom")
+    status(tmp_path)
+    assert asked == ["7"], "it may be requeued"
+    ledger.record("exit", status="finished", exit_code=0, reason="the script ended")
+    assert "ended: finished" in status(tmp_path)
+    assert asked == ["7"]
