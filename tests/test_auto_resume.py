@@ -11,14 +11,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as L
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
+from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from lightning_resilience import AutoResume, resolve_resume_path
 from lightning_resilience._files import temporary_path
 from lightning_resilience.checkpoint import checkpoint_file, resume
 from lightning_resilience.checkpoint.safe_serialization import Entries, from_safe, to_safe
+from lightning_resilience.fit import context
 from lightning_resilience.launch.status import status
 from lightning_resilience.run.history import History
 from lightning_resilience.run.run_directory import RunDirectory
@@ -229,7 +234,9 @@ def test_only_what_is_named_as_a_checkpoint_is_one(tmp_path: Path) -> None:
     for each in names:
         (tmp_path / each).touch()
     assert [path.name for path in resume.checkpoints(tmp_path)] == names
-    resume.retain(tmp_path, keep=1)
+    resume.retain(tmp_path, keep=1, step=3)
+    assert [path.name for path in resume.checkpoints(tmp_path)] == names, "what a fit saves that has gone back stays"
+    resume.retain(tmp_path, keep=1, step=10**12)
     assert len(list(tmp_path.iterdir())) == 6
 
 
@@ -272,3 +279,53 @@ def test_state_in_plain_types(tmp_path: Path) -> None:
     plain, left_out = to_safe({"callbacks": Entries({"Mine": {"encoder": object(), "half": 1}, "Other": {"kept": 1}})})
     assert plain == {"callbacks": {"Other": {"kept": 1}}}
     assert left_out == ["Mine.encoder (builtins.object)"]
+
+
+class OwnSave(SingleDeviceStrategy):
+    """A strategy that writes its checkpoints itself, as FSDP does."""
+
+    def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        super().save_checkpoint(*args, **kwargs)
+
+
+class OwnFiles(TorchCheckpointIO):
+    """Writes and reads what only it can read."""
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        Path(path).write_text("a checkpoint")
+
+    def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        raise AssertionError("it is not asked for the run's own checkpoints")
+
+
+class Fails(L.Callback):
+    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+        if trainer.global_step == 12:
+            raise RuntimeError("on purpose")
+
+
+@pytest.mark.parametrize("io", [OwnFiles, lambda: AsyncCheckpointIO(TorchCheckpointIO())], ids=["custom", "async"])
+def test_own_checkpoints_do_not_depend_on_the_plugin(io: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """What a plugin writes without a checksum, or later, would be refused, and all progress lost."""
+
+    def fit(*more: L.Callback) -> L.Trainer:
+        trainer = L.Trainer(
+            default_root_dir=tmp_path,
+            callbacks=[AutoResume(tmp_path / "run", every_n_train_steps=5), *more],
+            strategy=OwnSave(device=torch.device("cpu")),
+            plugins=[io()],
+            max_steps=20,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+        )
+        trainer.fit(BoringModel())
+        return trainer
+
+    with pytest.raises(RuntimeError, match="on purpose"):
+        fit(Fails())
+    context.fits_begun.clear()  # as in another process
+    fit()
+    assert "could not be saved" not in caplog.text
+    [resumed] = [each for each in read_ledger(RunDirectory(tmp_path / "run").ledger) if each["event"] == "resumed"]
+    assert resumed["step"] == 10

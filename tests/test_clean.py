@@ -159,6 +159,13 @@ def test_node_memory_of_a_fit_that_may_go_on_stays(tmp_path: Path, node: Path) -
         assert tree(local) == {"run.json", "fit-000/step-000000000012-1a2b3c4d/rank-00000.shard"}
 
 
+def test_node_memory_of_a_finished_fit_that_trains_on_stays(tmp_path: Path, node: Path) -> None:
+    """Its limit was raised, and it was killed: its outcome says what it was before."""
+    local = local_ckpt(node, run := a_run(tmp_path / "run"))
+    write(local / "fit-000" / "step-000000000027-1a2b3c4d" / "rank-00000.shard")
+    assert "a resume on this node may need it" in why_kept(find_leftovers(run), local / "fit-000")
+
+
 def test_node_memory_of_a_run_that_may_go_on_stays_though_a_copy_of_it_has_finished(tmp_path: Path, node: Path) -> None:
     run = a_run(tmp_path / "run")
     local = local_ckpt(node, run)

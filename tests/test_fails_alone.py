@@ -77,5 +77,5 @@ def test_old_checkpoints_that_cannot_be_looked_for_end_no_training(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "file").touch()
-    resume.retain(tmp_path / "file", keep=2)
+    resume.retain(tmp_path / "file", keep=2, step=9)
     assert "could not be listed" in caplog.text

@@ -190,6 +190,15 @@ def test_a_module_and_sys_exit_0(launcher: Launcher) -> None:
     assert launcher.run("-m", "module", "a") == 0, launcher.stderr()
 
 
+def test_a_test_that_is_stopped_has_not_finished(launcher: Launcher) -> None:
+    """Lightning ends it by an exception whose exit code is 0."""
+    stop = "from lightning.pytorch.utilities.exceptions import SIGTERMException\nif stops: raise SIGTERMException"
+    launcher.script(f"stops = sys.argv[1] == 'stops'\n{stop}")
+    assert launcher.run("script.py", "stops") == 75, launcher.stderr()
+    assert launcher.run("--continue-anyway", "script.py", "runs") == 0, launcher.stderr()
+    assert "has finished already" not in launcher.stderr()
+
+
 @pytest.mark.parametrize(
     ("ends", "reason"),
     [

@@ -26,8 +26,8 @@ BUDGET = {
     "detect/numerics": 858,
     "detect/stragglers": 372,
     "elastic": 515,
-    "fit": 7750,
-    "launch": 9340,
+    "fit": 7770,
+    "launch": 9349,
     "launch/schedulers": 511,
     "run": 3218,
 }

@@ -472,6 +472,21 @@ def test_a_bad_batch_costs_one_checkpoint_whatever_is_killed_in_between(tmp_path
     assert result(config) == result(reference)
 
 
+@pytest.mark.parametrize("action", ["skip", pytest.param("rollback", marks=pytest.mark.slow)])
+def test_a_stop_within_a_bad_step_changes_nothing(action: str, tmp_path: Path) -> None:
+    """The step is judged before the signal is acted on: nothing is saved that a resume would not judge any more."""
+    options = {**GUARDED, "save_every": 5, "without": [], "nan_guard": {**GUARDED["nan_guard"], "action": action}}
+    found = []
+    for name, events in (("alone", []), ("stopped", [{"at": "train", "step": 23, "do": "SIGTERM", "once": True}])):
+        config = make(tmp_path, name, **options, spoils=[{"step": 23, "what": "loss"}], events=events)
+        for expected in [75, 0] if events else [0]:
+            codes, text = run(config, tmp_path / name)
+            assert codes == [expected], text
+        found.append(result(config))
+    assert "nothing was saved, for the last step was bad" in text
+    assert found[0] == found[1]
+
+
 @pytest.mark.slow
 def test_as_if_the_bad_batches_had_never_been_there_with_ranks(tmp_path: Path) -> None:
     options = {**GUARDED, "without": [], "trainer": {"devices": 2, "use_distributed_sampler": False}}

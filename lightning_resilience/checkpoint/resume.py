@@ -70,10 +70,14 @@ def verify(
     return stamp
 
 
-def retain(directory: str | os.PathLike[str], keep: int) -> None:
-    """Removes all but the newest ``keep`` checkpoints; what cannot be removed stays."""
+def retain(directory: str | os.PathLike[str], keep: int, step: int) -> None:
+    """Removes all but the newest ``keep`` checkpoints up to this step; what cannot be removed stays.
+
+    Those of later steps are of a course that the fit has left, or were rejected and could not be moved: they count for
+    nothing, or a fit that has gone back would remove what it saves.
+    """
     try:
-        old = checkpoints(directory)[keep:]
+        old = [path for path in checkpoints(directory) if step_of(path) <= step][keep:]
     except OSError as error:  # the next save looks again
         log.warning("Old checkpoints could not be listed: %s", error)
         return

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -26,9 +27,9 @@ if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
 if TYPE_CHECKING or find_spec("lightning") is not None:
-    from lightning.fabric.plugins import CheckpointIO
+    from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 else:
-    from lightning_fabric.plugins import CheckpointIO
+    from lightning_fabric.plugins import CheckpointIO, TorchCheckpointIO
 
 log = logging.getLogger(__name__)
 
@@ -281,6 +282,28 @@ def make_durable(
 
     for callback in trainer.checkpoint_callbacks:
         lightning_checkpoint_io.replace_link_checkpoint(callback, _link_checkpoint)
+
+
+@contextmanager
+def own_files(
+    strategy: Any, before_publish: Callable[[], None] | None = None, metadata: dict[str, Any] | None = None
+) -> Iterator[None]:
+    """The strategy writes and reads the run's own checkpoints: durable at once, whatever ``CheckpointIO`` a script has.
+
+    One that hands saves to a thread would return before they are on disk, and any other one writes no checksum,
+    without which a resume refuses them.
+
+    Args:
+        strategy: Of the Trainer.
+        before_publish: See :class:`DurableCheckpointIO`.
+        metadata: Added to their stamp.
+    """
+    of_script = strategy.checkpoint_io
+    strategy.checkpoint_io = DurableCheckpointIO(TorchCheckpointIO(), before_publish, metadata)
+    try:
+        yield
+    finally:
+        strategy.checkpoint_io = of_script
 
 
 def undo(trainer: Trainer) -> None:

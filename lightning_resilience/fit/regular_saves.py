@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 
 from lightning_resilience._lightning import lightning_strategies
 from lightning_resilience.agreement_protocol import Event, Needs
@@ -91,7 +92,7 @@ class RegularSaves(Participant):
 
     def after_final_save(self) -> None:
         """Removes older checkpoints."""
-        self.retain()
+        self.retain(self.session.fit.trainer.global_step)
 
     def save(self, reason: str) -> None:
         """Saves at this boundary, or at the first one after bad steps."""
@@ -104,13 +105,13 @@ class RegularSaves(Participant):
         self._saved_step = session.fit.trainer.global_step
         self._next = time.monotonic() + self._interval_s
         if self._options.async_save:
-            session.saver.save_async(reason, self.retain, self._again)
+            session.saver.save_async(reason, partial(self.retain, self._saved_step), self._again)
         elif session.saver.save(reason) is not None and session.fit.trainer.is_global_zero:
-            self.retain()
+            self.retain(self._saved_step)
 
-    def retain(self) -> None:
-        """Removes checkpoints beyond ``keep``."""
-        resume.retain(self.session.fit.folder.checkpoints, self._options.keep)
+    def retain(self, step: int) -> None:
+        """Removes checkpoints up to this step, beyond ``keep``."""
+        resume.retain(self.session.fit.folder.checkpoints, self._options.keep, step)
 
     def _again(self) -> None:
         self.session.fit.agreement.request(_SAVE, {"reason": "again"}, Needs.CLEAN | Needs.TRAINING)

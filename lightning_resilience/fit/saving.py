@@ -28,7 +28,7 @@ from lightning_resilience._lightning import (
 )
 from lightning_resilience._torch import local, own_store
 from lightning_resilience.agreement_protocol import PeerLost
-from lightning_resilience.checkpoint import checkpoint_file, dcp, resume
+from lightning_resilience.checkpoint import checkpoint_file, resume
 from lightning_resilience.checkpoint.background import BackgroundSaves, Copy
 from lightning_resilience.checkpoint.capacity import memory_left
 from lightning_resilience.checkpoint.digest import digest_of
@@ -571,7 +571,8 @@ class Saver:
 
             def write() -> None:
                 content = checkpoint_io.on_every_rank(trainer.strategy, checkpoint)
-                trainer.strategy.save_checkpoint(content, path)
+                with checkpoint_io.own_files(trainer.strategy, self._fit.check_owner, self._fit.metadata):
+                    trainer.strategy.save_checkpoint(content, path)
                 if trainer.is_global_zero and self._read_back:
                     _check_readable(path)
 
@@ -662,11 +663,10 @@ class Saver:
 
 
 def _check_readable(path: Path) -> None:
-    """Removes the checkpoint of a strategy if a safe load cannot read it."""
+    """Removes the checkpoint of a strategy if a resume would refuse it, or a safe load cannot read it."""
     try:
-        if path.is_dir():
-            dcp.check(path, lambda name: True)
-        else:
+        resume.verify(path)
+        if not path.is_dir():
             checkpoint_file.load(path, "meta")
     except ValueError:
         checkpoint_file.remove(path)

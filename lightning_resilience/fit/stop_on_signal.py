@@ -106,22 +106,25 @@ class StopOnSignal(Participant):
             return
         session, trainer = self.session, self.session.fit.trainer
         is_first, step = trainer.is_global_zero, trainer.global_step
+        is_bad = any(session.fit.gather(session.looks_bad()))  # what is saved now would never be gone back from
         if is_first:
             log.info("Preemption detected, saving checkpoint and exiting")  # NeMo's words
         resumes = session.selector.uses_global
-        if local := session.fit.participants.implement(Participant.save_locally):
+        if (local := session.fit.participants.implement(Participant.save_locally)) and not is_bad:
             # Without AutoResume nothing else is resumed from.
             first = not resumes or trainer.strategy.broadcast(is_first and self._is_short_of_time())
             if first and local[0]("preemption", _LOCAL_SHARE * self._listener.seconds_left):
                 resumes = True
                 if is_first:
                     log.info("Saved step %d to the local checkpoints of all nodes.", step)
-        path = session.saver.save("preemption")
+        path = None if is_bad else session.saver.save("preemption")
         reason = f"signal {event.payload['signum']} on rank {event.rank}"
         if is_first:
             session.outcome.write("interrupted", reason)
             session.fit.ledger.record(FitInterrupted(fit=session.fit.index, step=step, reason=reason))
             saved = f"saved {path}" if path is not None else "no new checkpoint could be saved"
+            if is_bad:
+                saved = "nothing was saved, for the last step was bad: a resume begins before it"
             then = "Run the same command again to go on."
             if not resumes:
                 then = "Without AutoResume nothing goes on from it by itself: give it to fit(ckpt_path=...)."

@@ -352,7 +352,7 @@ def _of_run_folder(folder: Path, run: _Run | None, found: Found) -> None:
     for path in sorted(matching(folder, "fit-[0-9]*")):
         fit = FitDirectory(run.path / path.name)
         in_use = _first_of(run.in_use, partial(_writer_in, path))
-        if _has_final(fit):
+        if _has_final(fit, path):
             why = f"{path.name} of {run.path} has finished, its final state is in the run directory"
             found.add(_LOCAL, path, why, in_use, [path])
         else:
@@ -360,9 +360,17 @@ def _of_run_folder(folder: Path, run: _Run | None, found: Found) -> None:
             _add_quarantine(path / _QUARANTINE, in_use, found)
 
 
-def _has_final(fit: FitDirectory) -> bool:
+def _has_final(fit: FitDirectory, local: Path) -> bool:
+    """Whether a fit has finished and saved its final state; one that has trained on since then has later local ones."""
     outcome = fit.outcome
-    return outcome is not None and outcome.status == "finished" and bool(matching(fit.checkpoints, "step-*-final.ckpt"))
+    finals = [each.name for each in matching(fit.checkpoints, "step-*-final.ckpt")]
+    if outcome is None or outcome.status != "finished" or not finals:
+        return False
+    return all(_step_in(each.name) <= max(map(_step_in, finals)) for each in matching(local, "step-[0-9]*"))
+
+
+def _step_in(name: str) -> int:
+    return int(name.split("-")[1])
 
 
 def _why_not_gone(origin: Origin, name: str, found: Found) -> str | None:

@@ -60,6 +60,11 @@ class WrongWorldSize(RuntimeError):
     """The launcher has started another number of workers than the Trainer has: a person has to change one of them."""
 
 
+def is_stop_of_lightning(request: SystemExit) -> bool:
+    """Whether Lightning has raised it within a validation or test, since SIGTERM was received: its code is 0."""
+    return any(cls.__name__ == "SIGTERMException" for cls in type(request).__mro__)
+
+
 def describe(error: BaseException) -> dict[str, Any]:
     """For the ledger: the class of an exception, the innermost line of the user's own code, and whose fault it is.
 

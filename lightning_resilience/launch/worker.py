@@ -36,7 +36,7 @@ from lightning_resilience.launch.nodes import BOARD, Board
 from lightning_resilience.launch.processes import end_what_earlier_ranks_left
 from lightning_resilience.launch.rank_output import redirect_streams
 from lightning_resilience.launch.record import FIRST, newest
-from lightning_resilience.launch.script_errors import describe, show, what_to_change
+from lightning_resilience.launch.script_errors import describe, is_stop_of_lightning, show, what_to_change
 from lightning_resilience.launch.temporary import keep_sockets_in
 from lightning_resilience.launch.worker_group import worker_group
 from lightning_resilience.recipes import NO_RECIPE, RECIPE_VARIABLE
@@ -116,7 +116,9 @@ def main() -> None:
     except signals.Interrupted as interruption:
         outcome = Outcome("interrupted", str(interruption))
     except SystemExit as exit_request:
-        if exit_request.code is None or exit_request.code == 0:
+        if is_stop_of_lightning(exit_request):
+            outcome = Outcome("interrupted", "SIGTERM outside of a fit")
+        elif exit_request.code is None or exit_request.code == 0:
             outcome = Outcome("finished", "the script ended by sys.exit")
         else:
             reason = str(exit_request)  # an exception of ours that ends the process says why
