@@ -93,6 +93,9 @@ def reset_loops(trainer: Trainer, module: LightningModule) -> None:
             loop._combined_loader.reset()
             loop._combined_loader = None
     fit_loop._last_train_dl_reload_epoch = val_loop._last_val_dl_reload_epoch = float("-inf")
+    # Where loaders are needed before the checkpoint is restored, a new process asks for those of the first epoch.
+    for progress in (fit_loop.epoch_progress.total, fit_loop.epoch_progress.current):
+        progress.reset()
     epoch_loop._skip_next_val = False
     epoch_loop._results.clear()
     val_loop._results.clear()  # of a validation that was cut off
