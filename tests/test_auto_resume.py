@@ -298,6 +298,30 @@ class OwnFiles(TorchCheckpointIO):
         raise AssertionError("it is not asked for the run's own checkpoints")
 
 
+class WritesItself(SingleDeviceStrategy):
+    """A strategy that asks no plugin."""
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        torch.save(checkpoint, filepath)
+
+
+def test_a_strategy_whose_files_no_resume_takes_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """At its first save, and not when all progress is lost."""
+    trainer = L.Trainer(
+        default_root_dir=tmp_path,
+        callbacks=[AutoResume(tmp_path / "run", every_n_train_steps=5)],
+        strategy=WritesItself(device=torch.device("cpu")),
+        max_steps=8,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+    )
+    trainer.fit(BoringModel())
+    assert "The checkpoint of step 5 could not be saved (CorruptCheckpoint" in caplog.text
+    assert "it has no checksum" in caplog.text
+    assert "Saved step 5" not in caplog.text
+
+
 class Fails(L.Callback):
     def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
         if trainer.global_step == 12:

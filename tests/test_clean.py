@@ -163,6 +163,8 @@ def test_node_memory_of_a_finished_fit_that_trains_on_stays(tmp_path: Path, node
     """Its limit was raised, and it was killed: its outcome says what it was before."""
     local = local_ckpt(node, run := a_run(tmp_path / "run"))
     write(local / "fit-000" / "step-000000000027-1a2b3c4d" / "rank-00000.shard")
+    write(run / "fit-000" / "checkpoints" / "step--final.ckpt")  # nobody knows whose
+    write(local / "fit-000" / "step-")
     assert "a resume on this node may need it" in why_kept(find_leftovers(run), local / "fit-000")
 
 

@@ -26,8 +26,8 @@ BUDGET = {
     "detect/numerics": 858,
     "detect/stragglers": 372,
     "elastic": 515,
-    "fit": 7770,
-    "launch": 9349,
+    "fit": 7764,
+    "launch": 9347,
     "launch/schedulers": 511,
     "run": 3218,
 }

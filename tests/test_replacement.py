@@ -831,6 +831,15 @@ def test_a_run_with_a_killed_rank_ends_as_the_undisturbed_one(
     assert not [each for each in psutil.process_iter(["cmdline"]) if config["run_dir"] in (each.info["cmdline"] or [])]
 
 
+@pytest.mark.slow
+def test_loaders_that_are_made_anew_in_each_epoch(tmp_path: Path) -> None:
+    """Optimizers that ask for the number of steps need them before the epoch is known that is gone on with."""
+    options = {"by_length": True, "trainer": {"devices": 2, "reload_dataloaders_every_n_epochs": 1}}
+    config, output = launched(tmp_path, 2, [{"at": "train", "step": 29, "rank": 1}], **options)
+    assert replaced(config) == [[1]], output
+    assert "Restarting all ranks" not in output
+
+
 WAITS = {"at": "train", "step": 13, "within_s": 200.0}
 
 

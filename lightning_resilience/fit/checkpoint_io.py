@@ -285,10 +285,8 @@ def make_durable(
 
 
 @contextmanager
-def own_files(
-    strategy: Any, before_publish: Callable[[], None] | None = None, metadata: dict[str, Any] | None = None
-) -> Iterator[None]:
-    """The strategy writes and reads the run's own checkpoints: durable at once, whatever ``CheckpointIO`` a script has.
+def own_files(strategy: Any, before_publish: Callable[[], None], metadata: dict[str, Any]) -> Iterator[None]:
+    """The strategy writes the run's own checkpoints: durable at once, whatever ``CheckpointIO`` the script has.
 
     One that hands saves to a thread would return before they are on disk, and any other one writes no checksum,
     without which a resume refuses them.

@@ -68,7 +68,7 @@ class Restorer:
         path, checkpoint = choice if choice is not None else (self.explicit, None)
         self.identity.is_its_own = choice is not None
         if choice is not None and checkpoint is None:
-            with dcp.nothing_unpickled(), checkpoint_io.own_files(self.fit.trainer.strategy):
+            with dcp.nothing_unpickled():
                 checkpoint = from_safe(lightning_checkpoints.load_own_whole_checkpoint(self.fit.trainer, str(path)))
         elif checkpoint is None:
 

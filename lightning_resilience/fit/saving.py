@@ -28,7 +28,7 @@ from lightning_resilience._lightning import (
 )
 from lightning_resilience._torch import local, own_store
 from lightning_resilience.agreement_protocol import PeerLost
-from lightning_resilience.checkpoint import checkpoint_file, resume
+from lightning_resilience.checkpoint import checkpoint_file, dcp, resume
 from lightning_resilience.checkpoint.background import BackgroundSaves, Copy
 from lightning_resilience.checkpoint.capacity import memory_left
 from lightning_resilience.checkpoint.digest import digest_of
@@ -665,9 +665,10 @@ class Saver:
 def _check_readable(path: Path) -> None:
     """Removes the checkpoint of a strategy if a resume would refuse it, or a safe load cannot read it."""
     try:
-        resume.verify(path)
-        if not path.is_dir():
-            checkpoint_file.load(path, "meta")
+        if path.is_dir():
+            dcp.check(path, lambda name: True)
+        else:
+            checkpoint_file.load(path, "meta", verified=resume.verify(path).file)
     except ValueError:
         checkpoint_file.remove(path)
         raise

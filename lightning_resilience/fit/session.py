@@ -289,8 +289,6 @@ class FitSession:
             agreed = fit.agreement.boundary(position, _CLEAN_TRAINING if clean else Needs.TRAINING)
             if agreed and last_boundary is not None:
                 last_boundary.before_save()  # to act on them may take long, and change the state
-            if agreed and is_whole:
-                self.looks_bad()  # what acts on them may save, and end the fit: the last step is judged before
             for event in agreed:
                 self._act(event)
             if self._rollback_request is not None:
@@ -347,11 +345,6 @@ class FitSession:
                 batch_done()
             for before_batch_end in calls.before_batch_end:
                 before_batch_end()
-
-    def looks_bad(self) -> bool:
-        """Whether the last steps of this rank were bad, as far as that is known when all of them are judged."""
-        found = [looks_bad() for looks_bad in self.fit.participants.implement(Participant.looks_bad)]
-        return any(found)
 
     def _may_save(self) -> bool:
         return self._clean and not self.fit.saves_paused

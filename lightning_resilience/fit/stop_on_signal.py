@@ -106,7 +106,7 @@ class StopOnSignal(Participant):
             return
         session, trainer = self.session, self.session.fit.trainer
         is_first, step = trainer.is_global_zero, trainer.global_step
-        is_bad = any(session.fit.gather(session.looks_bad()))  # what is saved now would never be gone back from
+        is_bad = session.saver.waits()  # a resume would not judge again what is saved now
         if is_first:
             log.info("Preemption detected, saving checkpoint and exiting")  # NeMo's words
         resumes = session.selector.uses_global

@@ -362,15 +362,11 @@ def _of_run_folder(folder: Path, run: _Run | None, found: Found) -> None:
 
 def _has_final(fit: FitDirectory, local: Path) -> bool:
     """Whether a fit has finished and saved its final state; one that has trained on since then has later local ones."""
-    outcome = fit.outcome
-    finals = [each.name for each in matching(fit.checkpoints, "step-*-final.ckpt")]
+    outcome, finals = fit.outcome, matching(fit.checkpoints, "step-*-final.ckpt")
     if outcome is None or outcome.status != "finished" or not finals:
         return False
-    return all(_step_in(each.name) <= max(map(_step_in, finals)) for each in matching(local, "step-[0-9]*"))
-
-
-def _step_in(name: str) -> int:
-    return int(name.split("-")[1])
+    newest = max(finals).name.removesuffix("-final.ckpt")  # step-000000000012, with which those of later steps sort
+    return all(each.name[: len(newest)] <= newest for each in matching(local, "step-*"))
 
 
 def _why_not_gone(origin: Origin, name: str, found: Found) -> str | None:
