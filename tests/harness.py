@@ -257,9 +257,9 @@ def differences(config: dict[str, Any], undisturbed: dict[str, Any]) -> Iterator
                 yield f"{what}: {len(different)} differ, {key} is {ours.get(key)}, not {theirs.get(key)}"
 
 
-def state_at_the_end(config: dict[str, Any]) -> dict[str, torch.Tensor]:
+def state_at_the_end(config: dict[str, Any], fit: int = 0) -> dict[str, torch.Tensor]:
     """What a run whose ranks have changed has in common with another one at its end, but for rounding."""
-    (path,) = Path(config["run_dir"]).glob("fit-000/checkpoints/*-final.ckpt")
+    (path,) = Path(config["run_dir"]).glob(f"fit-{fit:03}/checkpoints/*-final.ckpt")
     state: dict[str, torch.Tensor] = torch.load(path, map_location="cpu", weights_only=True)["state_dict"]
     if config.get("batch_norm"):  # behind a bias, whose gradient is noise that Adam makes large
         state = {name: each for name, each in state.items() if not name.endswith(("0.bias", "running_mean"))}

@@ -110,6 +110,7 @@ DEFAULTS: dict[str, Any] = {
     "ckpt_path": None,
     "grace_period_s": 60.0,
     "fits": 1,
+    "evaluates_after": False,  # every fit, with its Trainer and with another one
     "events": [],  # {"at": "train", "step": 23, "rank": 1, "do": "SIGKILL"}
     "step_s": 0.0,
     # or True (FSDP2), "hybrid" (replicas of its shards), "own mesh" (the same, with a mesh of the module's own, and
@@ -913,6 +914,9 @@ def main(config: dict[str, Any]) -> None:
         val = {"same loader": train, "no batches": []}.get(config["validation"], val)
         trainer.fit(module, *([] if train is None else [train]), val_dataloaders=val, ckpt_path=config["ckpt_path"])
         do(config, "after", fit, trainer.global_rank)
+        for each in (trainer, make_trainer(config, world_size)) if config["evaluates_after"] else ():
+            (found,) = each.validate(module, val, verbose=False)
+            assert found.keys() == {"val_loss"}, found
         if config["digests"]:
             state = state_digests(module, trainer.optimizers[0])
             Path(f"{config['out']}.state.{trainer.global_rank}").write_text(json.dumps(state) + "\n")

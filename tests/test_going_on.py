@@ -523,6 +523,25 @@ def test_a_restart_of_all_begins_with_all_ranks() -> None:
     assert (run.policy.generation, run.policy.restarts) == (2, 2)
 
 
+def test_who_needs_all_for_another_fit_has_all_restarted(lines: list[str]) -> None:
+    run = Run()
+    run.lose(1)
+    run.come_together()
+    for rank in (0, 2):
+        run.say(rank, "done")
+    run.step()
+    assert not run.told
+    run.policy.heard(2, "state", {"state": "needs_all", "generation": 1, "reason": "another fit begins"})
+    run.step()
+    assert run.told[-1] == ([0, 1, 2], "restart")
+    assert lines[-1] == "Restarting all ranks: another fit begins."
+    for rank in range(3):
+        run.policy.ended(rank, 0)
+    run.step()
+    assert run.started == [[0, 1, 2]]
+    assert run.policy.result is None
+
+
 def test_the_others_go_on_without_a_lost_node_and_take_its_ranks_in_when_it_is_back(lines: list[str]) -> None:
     run = Run(size=4)
     run.away = {2, 3}
@@ -1013,6 +1032,22 @@ def test_ranks_that_come_back_when_the_others_have_trained(tmp_path: Path, at: s
     assert output.count("Finished: the script ended") == 1
     wanted, _ = undisturbed(tmp_path, 3, **options)
     torch.testing.assert_close(state_at_the_end(config), state_at_the_end(wanted), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_who_is_absent_at_the_end_of_a_fit_is_not_needed_to_evaluate_and_is_for_the_next_fit(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"trainer": {"max_epochs": 2}, "fits": 2, "validation": True, "evaluates_after": True}
+    options["validation_draws"] = False
+    config = with_ranks(make(tmp_path, "disturbed", **options), 3)
+    kill = {"at": "train", "step": 8, "rank": 1, "do": "SIGKILL", "once": True, "fit": 0}
+    config["events"] = [kill, {"at": "between", "step": 0, "rank": 1, "life": 1, "do": "sleep", "seconds": 600}]
+    output = gone_on(tmp_path, config, 3, "--spares=off")
+    assert [each[:2] for each in changes(Path(config["run_dir"]) / "ledger")] == [([1], [0, 2])], output
+    assert output.count("another fit begins") == 1, output
+    wanted, _ = undisturbed(tmp_path, 3, **options)
+    for fit in range(2):
+        found, expected = (state_at_the_end(each, fit) for each in (config, wanted))
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize(

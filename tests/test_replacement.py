@@ -840,6 +840,14 @@ def test_loaders_that_are_made_anew_in_each_epoch(tmp_path: Path) -> None:
     assert "Restarting all ranks" not in output
 
 
+@pytest.mark.slow
+def test_a_fit_behind_one_that_was_entered_again(tmp_path: Path) -> None:
+    """Survivors begin it as new as any process, although it has no checkpoint to go back to."""
+    config, output = launched(tmp_path, 2, [{"at": "train", "step": 29, "rank": 1, "fit": 0}], fits=2)
+    assert replaced(config) == [[1]], output
+    assert "Restarting all ranks" not in output
+
+
 WAITS = {"at": "train", "step": 13, "within_s": 200.0}
 
 

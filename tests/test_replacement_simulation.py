@@ -105,6 +105,7 @@ SUPERVISOR = -1
 TERM_S, POLL_S = 60.0, 1.0  # the grace period; how often `launch` looks
 HUNG_AFTER_S = 20.0
 COLLECTIVE_TIMEOUT_S = 1800.0
+LIGHTNINGS = "on_run", "accept_fewer_ranks", "leave_fit", "take_place"
 CPU = SimpleNamespace(type="cpu")
 SCRIPT_ENDS_S = 40.0
 ENDS_WITHIN_S = (
@@ -978,8 +979,8 @@ class Simulation:
                 self.last_disturbance = self.now
                 raise Boom("a newcomer's own error")
             reentry.install(lambda trainer, lost: None)
-            start: Any = SimpleNamespace(take_place=lambda nodes, node: None)
             trainer: Any = SimpleNamespace(is_global_zero=False, strategy=SimpleNamespace(root_device=CPU))
+            start: Any = None
             reentry._enter(trainer, lambda: self.fit(process), line, lambda lost: self.leave(process, lost), start)
             process.has_finished = True
             self.results.append((process, (process.state, process.own)))
@@ -1379,7 +1380,7 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> Any:
         (reentry, "gc", SimpleNamespace(collect=lambda: None)),
         (reentry, "os", Os()),
         (reentry, "threading", SimpleNamespace(Thread=lambda **options: SimpleNamespace(start=lambda: None))),
-        (reentry, "lightning_reentry", SimpleNamespace(on_run=lambda run: None, leave_fit=lambda trainer, start: None)),
+        (reentry, "lightning_reentry", SimpleNamespace(**dict.fromkeys(LIGHTNINGS, lambda *_: None))),
         (
             reentry,
             "devices",

@@ -44,6 +44,29 @@ def _wrapper(inner: Callable[..., Any], run: Callable[[Any, Any, Callable[[], An
     return wrapped
 
 
+def accept_fewer_ranks(are_fewer: Callable[[], bool]) -> None:
+    """Has Trainers be launched although ``devices`` times ``num_nodes`` is not the number of ranks.
+
+    Args:
+        are_fewer: Whether ranks are absent; else that is checked as by Lightning.
+    """
+    for package in ("lightning.fabric", "lightning_fabric"):
+        environments = sys.modules.get(f"{package}.plugins.environments")
+        if environments is None or package in _wrapped:
+            continue
+        _wrapped.add(package)
+        environment: Any = environments.TorchElasticEnvironment
+        environment.validate_settings = _validation(environment.validate_settings, are_fewer)
+
+
+def _validation(inner: Callable[..., None], are_fewer: Callable[[], bool]) -> Callable[..., None]:
+    def validate_settings(environment: Any, num_devices: int, num_nodes: int) -> None:
+        if not are_fewer():
+            inner(environment, num_devices, num_nodes)
+
+    return validate_settings
+
+
 def is_fit(trainer: Trainer) -> bool:
     """Whether it is a fit that the Trainer runs."""
     return bool(trainer.state.fn == "fit")
@@ -56,6 +79,34 @@ def why_not(trainer: Trainer) -> str | None:
 
 _SIZES = ("_data_parallel_size", "_tensor_parallel_size")
 """Those of the mesh of a ``ModelParallelStrategy``: with fewer ranks there are fewer groups of the same size."""
+
+
+_DEVICES = "_lightning_resilience_devices"
+
+
+def take_place(trainer: Trainer, nodes: Sequence[Sequence[int]], node: int) -> None:
+    """Has the Trainer be one of fewer ranks, or more; its rank is in the environment.
+
+    Args:
+        trainer: The Trainer.
+        nodes: Of every node the ranks, in their order: for each, which of the Trainer's devices it has.
+        node: Which of them is this one.
+    """
+    strategy: Any = trainer.strategy
+    here, its = nodes[node], vars(strategy)
+    sizes = [its.get(name) for name in _SIZES]
+    if all(type(size) is int for size in sizes):  # else Lightning finds them, which it does once
+        ranks = sum(map(len, nodes))
+        its.update(zip(_SIZES, (ranks // sizes[1], sizes[1]), strict=True))
+    all_devices = its.setdefault(_DEVICES, getattr(strategy, "parallel_devices", None))
+    if all_devices is None or max(here) >= len(all_devices):
+        return
+    devices, strategy.num_nodes = [all_devices[place] for place in here], len(nodes)
+    if len({len(each) for each in nodes}) > 1:
+        # Lightning knows no nodes with different numbers of ranks, and multiplies to know how many there are.
+        devices += [devices[-1]] * (sum(map(len, nodes)) - len(here))
+        strategy.num_nodes = 1
+    strategy.parallel_devices = devices
 
 
 class Start:
@@ -72,35 +123,12 @@ class Start:
     def __init__(self, trainer: Trainer, module: LightningModule) -> None:
         self._trainer = trainer
         self._layers = Layers(module) if name_of(trainer.strategy) == "ModelParallelStrategy" else None
-        self._devices: Any = getattr(trainer.strategy, "parallel_devices", None)
         # Layers that are made later may be frozen when they are made.
         self._trained = [(each, each.requires_grad) for each in module.parameters()]
         self._modes = [(each, each.training) for each in module.modules()]
         self._types = {name: each.dtype for name, each in (*module.named_parameters(), *module.named_buffers())}
         self._limits = trainer.fit_loop.max_epochs, trainer.accumulate_grad_batches
         self._attributes = [(each, _copy_of(vars(each))) for each in callbacks(trainer) if _is_lightnings(each)]
-
-    def take_place(self, nodes: Sequence[Sequence[int]], node: int) -> None:
-        """Has the Trainer be one of fewer ranks, or more; its rank is in the environment.
-
-        Args:
-            nodes: Of every node the ranks, in their order: for each, which of the Trainer's devices it has.
-            node: Which of them is this one.
-        """
-        here = nodes[node]
-        sizes: list[Any] = [vars(self._trainer.strategy).get(name) for name in _SIZES]
-        if all(type(size) is int for size in sizes):  # else Lightning finds them, which it does once
-            ranks = sum(map(len, nodes))
-            vars(self._trainer.strategy).update(zip(_SIZES, (ranks // sizes[1], sizes[1]), strict=True))
-        if self._devices is None or max(here) >= len(self._devices):
-            return
-        strategy: Any = self._trainer.strategy
-        devices, strategy.num_nodes = [self._devices[place] for place in here], len(nodes)
-        if len({len(each) for each in nodes}) > 1:
-            # Lightning knows no nodes with different numbers of ranks, and multiplies to know how many there are.
-            devices += [devices[-1]] * (sum(map(len, nodes)) - len(here))
-            strategy.num_nodes = 1
-        strategy.parallel_devices = devices
 
     def put_back(self) -> None:
         """Has everything be as it was."""

@@ -771,5 +771,5 @@ def _check_all_are_there(reason: str) -> None:
         reason: Why it would be inexact.
     """
     line = membership.current()
-    if line is not None and len(line.members) < len(line.slots):
+    if line is not None and line.is_without_some:
         raise RuntimeError(f"This fit cannot go on with {len(line.members)} of {len(line.slots)} ranks: {reason}.")

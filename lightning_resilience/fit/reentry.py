@@ -67,6 +67,7 @@ def install(leave_session: Callable[[Trainer, Collection[int]], None]) -> None:
         DEFAULT.install(lambda: line.is_over)
         line.cut = functools.partial(_cut, line)
         lightning_reentry.on_run(functools.partial(_run, leave_session))
+        lightning_reentry.accept_fewer_ranks(lambda: line.is_without_some)
 
 
 def _cut(line: Membership) -> None:
@@ -97,13 +98,27 @@ def _run(
     is_inner = not all(_runs)
     _runs.append(False)
     try:
-        if line is None or is_inner or number > 0 or not lightning_reentry.is_fit(trainer):
+        if line is None or is_inner:
+            return call()
+        if number > 0 or not lightning_reentry.is_fit(trainer):
+            _take_part(trainer, line)
             return call()
         with _without_what_is_there():
             start = lightning_reentry.Start(trainer, module)
             return _enter(trainer, call, line, functools.partial(leave_session, trainer), start)
     finally:
         _runs[number] = True
+
+
+def _take_part(trainer: Trainer, line: Membership) -> None:
+    """What this process runs in this generation cannot be entered again."""
+    if line.is_at_door:
+        _begin(line, _admission(line), trainer)
+    elif line.is_without_some:
+        if lightning_reentry.is_fit(trainer) and line.generation != line.started_in:
+            # Nobody would be taken into it to its end.
+            _end_refused(line, "another fit begins, which needs the absent ranks", state="needs_all")
+        lightning_reentry.take_place(trainer, line.nodes, line.node)
 
 
 @contextmanager
@@ -128,10 +143,10 @@ def _enter(
     start: lightning_reentry.Start,
 ) -> Any:
     if line.is_at_door:
-        _begin(line, _admission(line), start)
+        _begin(line, _admission(line), trainer)
     while True:
         if (replacement := line.replacement()) is not None:  # another rank was lost while this one was not in the fit
-            _begin(line, replacement, start)
+            _begin(line, replacement, trainer)
         begun = dict(context.fits_begun)
         try:
             return call()
@@ -153,7 +168,7 @@ def _enter(
         DEFAULT.close()
         gc.collect()  # a wrapper of the old group that is still there would reduce gradients, too
         devices.release_memory(device)
-        _begin(line, replacement, start)
+        _begin(line, replacement, trainer)
         time_account.OF_PROCESS.enter(time_account.RENDEZVOUS)
 
 
@@ -163,17 +178,17 @@ def _admission(line: Membership) -> Replacement:
     return replacement
 
 
-def _begin(line: Membership, replacement: Replacement, start: lightning_reentry.Start) -> None:
+def _begin(line: Membership, replacement: Replacement, trainer: Trainer) -> None:
     while line.slot not in replacement.members:  # its state is incomplete, as one that is lost has held a part of it
         line.step_back(replacement)
         replacement = _admission(line)
     line.begin(replacement)
-    start.take_place(line.nodes, line.node)
+    lightning_reentry.take_place(trainer, line.nodes, line.node)
 
 
-def _end_refused(line: Membership, problem: str) -> NoReturn:
+def _end_refused(line: Membership, problem: str, state: str = "refused") -> NoReturn:
     """Ends this process, which can't be one of the next generation: the supervisor restarts all ranks."""
-    line.say("refused", problem)
+    line.say(state, problem)
     line.await_restart(ENDED_WITHIN_S)
     os._exit(0)
 
@@ -253,6 +268,12 @@ class Replaceability(Participant):
         self._line.say("refused", self.why_not)
         if trainer.is_global_zero:
             log.warning("The loss of a rank will restart all ranks: %s.", self.why_not)
+            if self._line.is_without_some and session.exact.places == trainer.world_size:
+                log.warning(
+                    "Only %s of %s ranks are there: this fit has the batches of these.",
+                    trainer.world_size,
+                    len(self._line.slots),
+                )
 
     def before_training_data(self, loaders: Sequence[Any]) -> None:
         """Only now it is known whether others can train on what a lost rank would.
@@ -336,6 +357,6 @@ class Replaceability(Participant):
             has_state: Whether the ranks have found a checkpoint.
         """
         line = self._line
-        if has_state or line is None or line.generation == line.started_in:
-            return
+        if has_state or line is None or line.generation == line.started_in or self._fit.index > 0:
+            return  # later fits are not entered again
         _end_refused(line, "no checkpoint that all ranks can verify")

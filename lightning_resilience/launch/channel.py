@@ -20,7 +20,8 @@ kind        from -> to                  meaning, and its other fields
                                         state together, of which others have copies; ``has_trained``: whether it only
                                         ends its fit), ``refused`` (it cannot; ``reason``), ``left`` (it has left the
                                         fit, to enter it again), ``waiting`` (at the door, to be taken into a
-                                        generation), ``done``; ``generation``: in which
+                                        generation), ``done``, ``needs_all`` (it begins another fit, and ranks are
+                                        absent; ``reason``); ``generation``: in which
 ``saved``   rank -> ``--elastic``       there is a state to go back to
 ``stop``    ``--elastic`` -> rank       all ranks save and end; of several nodes, and SIGTERM follows
 ``replace`` ``--elastic`` -> rank       another generation begins: ``lost``: how each rank that was lost has ended;

@@ -175,6 +175,8 @@ class LossPolicy:
             self._check_replacement(now, now - self._replacing_since)
         elif self._stop_asked:  # not while ranks are replaced: they could not save
             self._stop(now)
+        elif asks := next((each for each in self.members.values() if each.state == "needs_all"), None):
+            self._restart(now, asks.reason)
         elif self._leaving and any(each.state in ("refused", "done") for each in self.members.values()):
             self.ask_to_stop()
             self._stop(now)

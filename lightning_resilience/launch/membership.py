@@ -113,6 +113,11 @@ class Membership:
         """Whether this process is in no generation yet: it waits to be taken into one."""
         return JOINS_VARIABLE in os.environ
 
+    @property
+    def is_without_some(self) -> bool:
+        """Whether ranks are absent in the generation of this process."""
+        return len(self.members) < len(self.slots)
+
     def ranks(self, slots: Iterable[int]) -> set[int]:
         """The ranks that these slots have in the generation of this process, as far as they are in it."""
         return {self.members.index(slot) for slot in slots if slot in self.members}
