@@ -85,6 +85,7 @@ DEFAULTS: dict[str, Any] = {
     "data": "shuffle",
     "workers": 0,
     "batches": BATCHES,  # of each rank in an epoch
+    "global_batch": None,  # which the script divides among the ranks, rounded down
     "size": None,  # samples of all ranks in an epoch, in place of the batches
     "persistent": False,
     "loader": {},  # more arguments of it
@@ -410,7 +411,7 @@ def loader(config: dict[str, Any], world_size: int, rank: int) -> Any:
     if kind == "sequential":
         return DataLoader(data, BATCH, **keep)
     if kind == "shuffle":
-        return DataLoader(data, BATCH, shuffle=True, **keep)
+        return DataLoader(data, (config["global_batch"] or BATCH * world_size) // world_size, shuffle=True, **keep)
     if kind == "generator":
         return DataLoader(data, BATCH, shuffle=True, generator=torch.Generator().manual_seed(5), **keep)
     if kind == "iterable":

@@ -138,6 +138,14 @@ def test_steps_are_those_of_the_run_as_it_was_begun(tmp_path: Path, ranks: tuple
         assert "take up to 2 times as long" in output
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [(4, 3, 4), (4, 1)], ids=lambda x: "-".join(map(str, x)))
+def test_a_global_batch_that_the_script_divides_among_the_ranks(tmp_path: Path, ranks: tuple[int, ...]) -> None:
+    """18 are 4 for each of 4, and 6 for each of 3: these have the 16 of before."""
+    epochs = 1 if len(ranks) == 2 else 3
+    assert_the_same_run(tmp_path, *ranks, global_batch=18, trainer={"max_epochs": epochs})
+
+
 OPTIONS: dict[str, dict[str, Any]] = {
     "workers": {"workers": 2},
     "a step that takes its batch apart": {"changes_batch": True},
@@ -225,6 +233,7 @@ def test_more_ranks_with_what_else_there_is(tmp_path: Path, ranks: tuple[int, ..
             (1, 2), {"data": "weighted"}, "this epoch has the order of a WeightedRandomSampler", id="its own order"
         ),
         pytest.param((2, 4), {"loader": {"drop_last": True}, "size": 189}, "drop_last leaves out other", id="the last"),
+        pytest.param((3, 4), {"global_batch": 18}, "a batch of 6 cannot be divided so", id="a rounded batch"),
         pytest.param((2, 3), {}, "a batch of 4 cannot be divided so that a step keeps its samples", id="a batch"),
     ],
 )
@@ -285,6 +294,24 @@ def test_either_all_loaders_are_divided_or_none(prepared: Callable[..., Training
         found = prepared(loaders, **about)
         assert reason in (found.refused or "")
         assert found.share == 1
+
+
+@pytest.mark.parametrize(
+    ("size", "refused", "sizes"),
+    [
+        pytest.param(4, None, [4], id="the same"),
+        pytest.param(8, None, [4], id="a batch of all, divided"),
+        pytest.param(9, None, [4], id="a batch of all, rounded down before"),
+        pytest.param(10, "the script's batches are of 10 samples and were of 4", [10], id="another one"),
+        pytest.param(7, "the script's batches are of 7 samples and were of 4", [7], id="another one, smaller"),
+    ],
+)
+def test_the_batches_of_a_script_that_divides_them_by_itself(
+    prepared: Callable[..., TrainingData], size: int, refused: str | None, sizes: list[int]
+) -> None:
+    about = {"among": 2, "share": Fraction(1), "sizes": [Fraction(4)], "kept": [Fraction(8)]}
+    data = prepared([DataLoader(TensorDataset(torch.zeros(64)), size)], **about)
+    assert (data.refused, [*data._sizes]) == (refused, sizes)
 
 
 class Batches(BatchSampler):

@@ -117,6 +117,26 @@ def test_a_global_one_that_has_come_from_a_condemned_state_is_not_resumed_from(r
     assert run.resumes == [("global", 12), ("global", 6)]
 
 
+def test_states_behind_a_condemned_one_with_nothing_to_go_back_to_count(run: Run) -> None:
+    """Those before do not."""
+    went_on: list[bool] = []
+
+    def condemn(trainer: L.Trainer) -> None:
+        active = joining._active
+        assert active is not None
+        assert active.selector.mark_bad("found late", trainer.global_step) is None
+        active.fit.participants.add(GoesBack(active, 6, lambda: went_on.append(True)))
+        active.fit.agreement.request("back", {}, Needs.CLEAN | Needs.TRAINING)
+
+    run.die(run.local(), step=5)
+    run.die(run.local(every_n_train_steps=1, keep=9), step=9, at={5: condemn})
+    assert (went_on, run.resumes) == ([True], [("local", 3)])
+    assert RunDirectory(run.path).fit(0).forks == [3]
+    assert steps_in(run.folder)[-1] == 9
+    ends_well(run, run.local(keep=9))
+    assert run.resumes[1:] == [("local", 9)]
+
+
 def with_bad_local_ones(run: Run) -> None:
     """A run with so many bad local states as may be marked bad, and one more, and a good global one of before."""
     run.die(run.resume(1), step=3)

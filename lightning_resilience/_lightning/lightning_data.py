@@ -356,9 +356,14 @@ def reload_epochs(trainer: Trainer) -> list[float]:
     return [fit_loop._last_train_dl_reload_epoch, fit_loop.epoch_loop.val_loop._last_val_dl_reload_epoch]
 
 
+def reloads_every(trainer: Trainer) -> int:
+    """After how many epochs loaders are made anew; 0: never."""
+    return int(cast(Any, trainer).reload_dataloaders_every_n_epochs)
+
+
 def are_made_again(trainer: Trainer, epoch: float) -> bool:
     """Whether loaders that were made in an epoch are made anew by now."""
-    every_n_epochs = cast(Any, trainer).reload_dataloaders_every_n_epochs
+    every_n_epochs = reloads_every(trainer)
     return bool(every_n_epochs) and trainer.current_epoch - epoch >= every_n_epochs
 
 

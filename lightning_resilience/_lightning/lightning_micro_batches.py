@@ -124,8 +124,8 @@ class Division:
         among: How many ranks the data are divided among.
         before: How many ranks the checkpoint knows.
         share: How much of the script's batch is a batch of a rank.
-        kept: How large a batch of the first loader would be in the script if it divided a batch of all processes
-            itself, so that it stays as large; ``None`` if that is not known.
+        sizes: How large the batches of the loaders were in the script; ``None`` if that is not known.
+        kept: How large they would be if the script divided a batch of all processes itself, so that it stays as large.
         orders: In which order the loaders have had their epochs; ``None`` if that is not known.
         epoch: The epoch in progress; ``None`` if one begins.
     """
@@ -134,7 +134,8 @@ class Division:
     among: int
     before: int
     share: Fraction = Fraction(1)
-    kept: Fraction | None = None
+    sizes: Sequence[Fraction | None] = ()
+    kept: Sequence[Fraction | None] = ()
     orders: list[Order] | None = None
     epoch: int | None = None
 
@@ -162,6 +163,7 @@ class TrainingData:
         self._others: WeakKeyDictionary[Any, list[Any]] = WeakKeyDictionary()
         self._is_known = False
         self._orders: Iterator[Order | None] = iter(())
+        self._sizes: Iterator[int | None] = iter(())
         connector, source = trainer._data_connector, trainer.fit_loop._data_source
         prepare, request = connector._prepare_dataloader, source.dataloader
 
@@ -173,8 +175,8 @@ class TrainingData:
         def prepared(dataloader: Any, shuffle: bool, mode: Any) -> Any:
             if mode is not type(mode).TRAINING or self.refused is not None:
                 return prepare(dataloader, shuffle=shuffle, mode=mode)
-            order = next(self._orders, None)
-            own, *others = [self._of(rank, dataloader, order, shuffle, mode) for rank in self._ranks]
+            about = next(self._orders, None), next(self._sizes, None)
+            own, *others = [self._of(rank, dataloader, *about, shuffle, mode) for rank in self._ranks]
             self._others[own] = others
             return own
 
@@ -190,11 +192,12 @@ class TrainingData:
         orders: list[Order | None] = [*known] if known is not None and len(known) == count else [None] * count
         if not is_in_progress:
             orders = [None if is_of_one(each) else each for each in orders]
+        sizes = self._sizes_of(loaders)
         reasons = (
             why_not(self._trainer, each, self._division.before)
-            or self._why_not_smaller(each)
+            or self._why_not_of_size(each, size, was)
             or (self._why_not_in_order(each, order) if is_in_progress else None)
-            for each, order in zip(loaders, orders, strict=True)
+            for each, order, size, was in zip(loaders, orders, sizes, self._before(sizes), strict=True)
         )
         reason = next(filter(None, reasons), None)
         if is_in_progress and known is not None and len(known) != count:
@@ -202,26 +205,49 @@ class TrainingData:
         if reason is not None and self._others:
             raise ValueError(f"The training data cannot be divided among {self._among} ranks: {reason}.")
         self.refused, self._orders = reason, iter(orders)
+        self._sizes = iter([None if size is None else int(size * self.share) for size in sizes])
         if reason is not None:
             self.share = Fraction(1)
 
-    def _why_not_smaller(self, loader: DataLoader[Any]) -> str | None:
-        division = self._division
-        size = loader.batch_size if type(loader.batch_sampler) is BatchSampler else None
+    def _before(self, sizes: Sequence[Any]) -> list[Fraction | None]:
+        before = self._division.sizes
+        return [*before] if len(before) == len(sizes) else [None] * len(sizes)
+
+    def _sizes_of(self, loaders: Sequence[Any]) -> list[int | None]:
+        """How large the batches of the script would be with as many ranks as there were."""
+        sizes = [
+            each.batch_size if isinstance(each, DataLoader) and type(each.batch_sampler) is BatchSampler else None
+            for each in loaders
+        ]
+        division, world = self._division, self._trainer.world_size
+        kept = division.kept if len(division.kept) == len(sizes) else [None] * len(sizes)
         if not self._is_known:
-            self._is_known, self.is_by_script = True, size is not None and size == division.kept
-            if self.is_by_script and (self._trainer.world_size > 1 or self._among == 1):
-                self._ranks, self._among, self.share = self._ranks[:1], self._trainer.world_size, Fraction(1)
-            elif self.is_by_script:
-                # A single rank's order would be another one.
-                self.is_by_script, self.share = False, Fraction(1, self._among)
+            self._is_known = True
+            # A single rank's order would be another one than that of several.
+            can_have_own = world > 1 or self._among == 1
+            self.is_by_script = can_have_own and None not in sizes and sizes == [*kept] != [*division.sizes]
+            if self.is_by_script:
+                self._ranks, self._among, self.share = self._ranks[:1], world, Fraction(1)
+        if self.is_by_script:
+            return sizes
+        found = []
+        for size, its, was in zip(sizes, kept, self._before(sizes), strict=True):
+            # A batch of all processes that cannot be divided is rounded down by such a script.
+            is_rounded = size and its and was and int(its) <= size <= int(its + Fraction(division.before - 1, world))
+            found.append(int(was) if is_rounded and was is not None and was.denominator == 1 else size)
+        return found
+
+    def _why_not_of_size(self, loader: DataLoader[Any], size: int | None, was: Fraction | None) -> str | None:
         if size is None:
             return None if self.share == 1 else f"a {type(loader.batch_sampler).__name__} makes the batches"
+        are_made_again = lightning_data.reloads_every(self._trainer) > 0  # perhaps of another size in each epoch
+        if not self.is_by_script and was not in (None, size) and not are_made_again:
+            return f"the script's batches are of {size} samples and were of {was}"
         now = size * self.share
         if now.denominator > 1:
             return f"a batch of {size} cannot be divided so that a step keeps its samples"
         samples, drops = len(loader.dataset), (loader.drop_last, getattr(loader.sampler, "drop_last", False))  # type: ignore[arg-type]
-        among, before = (count // self._alike(loader) for count in (self._among, division.before))
+        among, before = (count // self._alike(loader) for count in (self._among, self._division.before))
         if _steps(samples, among, now, *drops) != _steps(samples, before, now * among / before, *drops):
             return "drop_last leaves out other samples"
         return None
@@ -265,7 +291,9 @@ class TrainingData:
             return _BegunByOne(sampler, _of_one(loader, order), self._division.epoch)
         return sampler
 
-    def _of(self, rank: int, loader: DataLoader[Any], order: Order | None, shuffle: bool, mode: Any) -> Any:
+    def _of(
+        self, rank: int, loader: DataLoader[Any], order: Order | None, size: int | None, shuffle: bool, mode: Any
+    ) -> Any:
         connector: Any = sys.modules[type(self._trainer._data_connector).__module__]
         sampler = self._sampler_of(rank, loader, order, shuffle, mode)
         if isinstance(loader.sampler, DistributedSampler) and type(loader.batch_sampler) is BatchSampler:
@@ -275,8 +303,8 @@ class TrainingData:
             vars(made).update(sampler=sampler, batch_sampler=batches, _iterator=None)
         else:
             made = connector._update_dataloader(loader, sampler, mode=mode)
-        if self.share != 1:
-            made.batch_sampler.batch_size = vars(made)["batch_size"] = int(made.batch_size * self.share)
+        if size is not None and size != made.batch_size:
+            made.batch_sampler.batch_size = vars(made)["batch_size"] = size
         connector._auto_add_worker_init_fn(made, rank)
         return made
 

@@ -374,13 +374,15 @@ class ExactState:
         epoch: int | None = None,
     ) -> Division:
         world = self.fit.trainer.world_size
-        places, now = before, before * share / world
+        places, now, share_before = before, before * share / world, share
         # A single rank's order would be another one than that of several.
         can_have_own = (world > 1 or before == 1) and all(size and size * before % world == 0 for size in sizes)
         if (now <= 1 and can_have_own) or before < world:
             places, share = world, now
-        kept = Fraction(sizes[0] * before, world) if sizes and sizes[0] else None
-        return Division(range(self.fit.rank, places, world), places, before, share, kept, orders, epoch)
+        of_script = [Fraction(size) / share_before if size else None for size in sizes]
+        kept = [Fraction(size * before, world) if size else None for size in sizes]
+        ranks = range(self.fit.rank, places, world)
+        return Division(ranks, places, before, share, of_script, kept, orders, epoch)
 
     def describe_division(self) -> dict[str, Any]:
         """How the training data are divided, for :meth:`expect_division` at the next start."""

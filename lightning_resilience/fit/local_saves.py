@@ -115,7 +115,7 @@ class LocalSavePolicy(Participant):
         if self.location.local_rank == 0:
             local_folders.note_origin(folder, session.fit.run.path)
         self.owner = {"run": session.fit.run_id, "fit": session.fit.index}
-        self._fetches = 0
+        self._fetches = self._course = 0
         self._tier = LocalTier(
             self.store,
             self.locations,
@@ -263,10 +263,11 @@ class LocalSavePolicy(Participant):
 
     def _identity(self) -> dict[str, Any]:
         """Identity fields of all shards that are saved from now on."""
+        self._course = self.session.selector.course
         layout = {
             "kind": _kind(self.session.fit.trainer)[0],
             "commons": self.location.shares if self._all_have_the_same else 0,
-            "course": self.session.selector.course,
+            "course": self._course,
             "places": self.session.exact.places,
         }
         return {**self.owner, "layout": layout}
@@ -275,6 +276,8 @@ class LocalSavePolicy(Participant):
         """Copies the state if a save is due."""
         if self._saves is None:
             return
+        if self._course != self.session.selector.course:
+            self.after_rollback()  # one that had nowhere to go: what follows is on another course, too
         if (planned := self._saves.at_boundary(step, may_save)) is not None:
             for before_save in self.session.fit.participants.implement(Participant.before_save):
                 before_save()
