@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from argparse import Namespace
 from dataclasses import dataclass
@@ -151,6 +152,60 @@ def test_a_file_of_settings_that_was_edited_is_known(tmp_path: Path) -> None:
     config.write_text("lr: 2")
     assert list(before) == [str(config)]
     assert digests_of_files(command) != before
+
+
+@pytest.mark.slow
+def test_what_each_epoch_has_anew_and_optimizers_that_need_the_data(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    import lightning.pytorch as L
+    import torch
+    from torch.utils.data import DataLoader, TensorDataset
+
+    from lightning_resilience import AutoResume
+    from lightning_resilience.fit import context
+    from lightning_resilience.run.run_directory import AnotherFit, RunDirectory
+
+    class Model(L.LightningModule):
+        def __init__(self, lr: float, stops_at: int) -> None:
+            super().__init__()
+            self.rate, self.stops_at = lr, stops_at
+            self.layer = torch.nn.Linear(4, 2)
+
+        def train_dataloader(self) -> DataLoader[Any]:
+            return DataLoader(TensorDataset(torch.ones(8 + 4 * self.trainer.current_epoch, 4)), batch_size=4)
+
+        def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
+            if self.trainer.global_step == self.stops_at:
+                raise KeyboardInterrupt
+            return self.layer(batch[0]).sum()
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            assert self.trainer.estimated_stepping_batches
+            return torch.optim.SGD(self.parameters(), self.rate)
+
+    def fit(lr: float = 0.1, stops_at: int = -1) -> str:
+        context.fits_begun.clear()
+        caplog.clear()
+        quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+        quiet |= {"accelerator": "cpu", "default_root_dir": tmp_path, "reload_dataloaders_every_n_epochs": 1}
+        trainer = L.Trainer(max_epochs=3, callbacks=[AutoResume(tmp_path, every_n_train_steps=1)], **quiet)
+        with contextlib.suppress(SystemExit, KeyboardInterrupt):
+            trainer.fit(Model(lr, stops_at))
+        return "".join(each.getMessage() for each in caplog.records if "hanged since" in each.getMessage())
+
+    assert fit(stops_at=4) == ""
+    assert fit(lr=0.2, stops_at=7) == (
+        "Changed since the last start of this fit: optimizer.lr 0.1 -> 0.2. The resumed optimizer keeps the saved "
+        "values of optimizer.lr."
+    )
+    assert fit(lr=0.2) == ""
+    outcome = RunDirectory(tmp_path).fit(0).outcome
+    assert outcome is not None
+    assert outcome.status == "finished"
+    assert fit(lr=0.2) == ""
+    with pytest.raises(AnotherFit, match="optimizer.lr 0.2 -> 0.3"):
+        fit(lr=0.3)
 
 
 @pytest.mark.slow

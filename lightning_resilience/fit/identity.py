@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.parameter import is_lazy
 
-from lightning_resilience._lightning import lightning_limits
+from lightning_resilience._lightning import lightning_data, lightning_limits
 from lightning_resilience.checkpoint import data_position, sharded
 from lightning_resilience.fit.context import FitContext
 from lightning_resilience.fit.exact_state import ExactState
@@ -50,6 +50,7 @@ class FitIdentity:
         self._fingerprint: dict[str, str] = {}
         self._optimizers: Settings | None = None
         self._has_seen_data = False
+        self._has_compared: bool | None = None  # with the optimizers, or without
 
     def describe(self) -> None:
         """Records the parameters, before the strategy shards them or changes their types."""
@@ -99,9 +100,9 @@ class FitIdentity:
     def check_data(self, loaders: list[Any]) -> None:
         """Raises if a finished fit had other training data: the script may run its fits in another order.
 
-        The first that a process has: where they are made anew in an epoch they may be others.
+        The first that a fit has: where they are made anew in an epoch they may be others.
         """
-        if self._has_seen_data:
+        if self._has_seen_data or 0 < lightning_data.reloads_every(self.fit.trainer) <= self.fit.trainer.current_epoch:
             return
         self._has_seen_data = True
         fingerprint = self.fit.from_rank_0(lambda: self.fit.folder.fingerprint or {})
@@ -139,11 +140,24 @@ class FitIdentity:
         self.fit.from_rank_0(record)
 
     def check_settings(self, loaders: list[Any]) -> None:
-        """Logs changed settings; raises if a finished fit had others."""
+        """Logs changed settings; raises if a finished fit had others.
+
+        Once; and again when there are optimizers, where these need the data.
+        """
+        knows_optimizers = self._optimizers is not None
+        if not loaders or self._has_compared in (True, knows_optimizers):
+            return
+        is_again, self._has_compared = self._has_compared is not None, knows_optimizers
         now = self._settings(loaders)
 
         def compare() -> tuple[str, str | None]:
-            found = changes(self.fit.folder.settings or now, now)
+            before = self.fit.folder.settings or now
+            of_optimizers = {name: value for name, value in before.items() if name.startswith("optimizer")}
+            if not knows_optimizers:
+                now.update(of_optimizers)
+            elif is_again and not of_optimizers:  # of the first start
+                before = now
+            found = changes(before, now)
             if is_another_fit(found) and self._would_replace_another():
                 return "", (
                     f"{self.fit.folder.path} holds a fit that has finished with other settings: "
@@ -185,9 +199,10 @@ class FitIdentity:
         found |= flat("module", getattr(self.fit.module, "hparams", None) or {})
         found |= flat("data", getattr(getattr(trainer, "datamodule", None), "hparams", None) or {})
         found |= self._optimizers or {}
+        if not lightning_data.reloads_every(trainer):  # else they may be others in each epoch
+            found["batch size"] = _one([size and int(size / share) for size in data_position.batch_sizes(loaders)])
+            found["training samples"] = _one([each["length"] for each in data])
         found |= {
-            "batch size": _one([size and int(size / share) for size in data_position.batch_sizes(loaders)]),
-            "training samples": _one([each["length"] for each in data]),
             **flat("precision", trainer.precision),
             **flat("accumulate_grad_batches", self.exact.accumulates),
             **flat("gradient_clip_val", trainer.gradient_clip_val),

@@ -13,6 +13,7 @@ import torch
 from lightning_resilience._lightning import (
     lightning_callbacks,
     lightning_checkpoints,
+    lightning_data,
     lightning_progress,
     lightning_strategies,
 )
@@ -130,6 +131,7 @@ class Restorer:
     def _before_training_state(self) -> None:
         """Gives Lightning the checkpoint for loops and optimizers again; a search may have dropped it."""
         self.identity.note_optimizers()
+        self.identity.check_settings(lightning_data.train_loaders(self.fit.trainer))  # that they were made from
         loaded = lightning_checkpoints.loaded_checkpoint(self.fit.trainer)
         if loaded and loaded is not self._checkpoint:
             return  # of a search, which restores its own
