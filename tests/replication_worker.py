@@ -51,7 +51,9 @@ def reserve(_: Any, nbytes: int) -> torch.Tensor:
 
 
 def make(rank: int, clique: list[int] | None = None, timeout: timedelta = PATIENT) -> Replicas:
-    clique = clique or next(each for each in cliques(WORLD_SIZE, 2, 2) if rank in each)
+    clique = clique or next(
+        each for each in cliques([f"node {each // 2}" for each in range(WORLD_SIZE)], 2, 2) if rank in each
+    )
     replicas = Replicas(rank, clique, "test/replicas", timeout)
     kept.append(replicas)
     return replicas

@@ -23,8 +23,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from itertools import pairwise
 from pathlib import Path
-from types import MethodType
+from types import MethodType, SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import lightning.pytorch as L
 import pytest
@@ -49,6 +50,7 @@ from lightning_resilience.checkpoint.save_coordinator import SaveCoordinator
 from lightning_resilience.checkpoint.schedule import Schedule
 from lightning_resilience.checkpoint.snapshot import Snapshot, optimizer_tensors, wait_with_heartbeat
 from lightning_resilience.fit import context
+from lightning_resilience.fit import local_saves as policies
 from lightning_resilience.fit.checkpoint_selector import MAX_MARKED_BAD, BadCheckpoint
 from lightning_resilience.fit.joining import session_of
 from lightning_resilience.fit.local_saves import LocalSavePolicy, _unrecorded_s
@@ -887,6 +889,40 @@ def test_states_that_will_not_fit_are_left_out_where_nobody_has_asked_for_them(
     assert "LocalCheckpoint is off" in warning
     assert "1000 bytes are available" in warning
     assert parts_in(memory.folder) == []
+
+
+@pytest.mark.parametrize(
+    ("nodes", "factor", "received"),
+    [
+        pytest.param("aabb", 2, 1, id="two"),
+        pytest.param("aabb", 8, 1, id="more than there are nodes"),
+        pytest.param("abc", 2, 2, id="three in a group"),
+        pytest.param("aab", 2, 0, id="none, with different numbers of ranks"),
+        pytest.param("aaaa", 2, 0, id="none, on one node"),
+    ],
+)
+def test_as_many_copies_of_others_count_as_a_node_holds(
+    monkeypatch: pytest.MonkeyPatch, nodes: str, factor: int, received: int
+) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(capacity, "check", lambda directory, shard_bytes, keep, received: asked.append(received))
+    policy: Any = LocalSavePolicy.__new__(LocalSavePolicy)
+    policy.locations = [
+        SimpleNamespace(rank=rank, node=node, shares=nodes.count(node)) for rank, node in enumerate(nodes)
+    ]
+    policy.location = SimpleNamespace(**vars(policy.locations[0]), local_rank=0)
+    trainer = SimpleNamespace(
+        is_global_zero=True, optimizers=[], lightning_module=torch.nn.Linear(2, 2), strategy=MagicMock()
+    )
+    policy.session = SimpleNamespace(
+        fit=SimpleNamespace(trainer=trainer, rank=0, gather=lambda value: [value] * len(nodes))
+    )
+    policy._options = SimpleNamespace(replication="auto", replication_factor=factor, replication_jump=None, keep=2)
+    policy._shards, policy._compared, policy.store = 2, None, MagicMock()
+    monkeypatch.setattr(policies.lightning_strategies, "live_tensors", lambda trainer: [])
+    policy._cliques = policy._find_cliques()
+    assert policy._why_it_does_not_fit() is None
+    assert asked == [received]
 
 
 def test_moments_that_are_not_there_yet_count(memory: Run, monkeypatch: pytest.MonkeyPatch) -> None:

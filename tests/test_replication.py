@@ -61,6 +61,10 @@ def fine(*ranks: int) -> dict[str, Any]:
 # Cliques
 
 
+def on_nodes(world_size: int, ranks: int) -> list[str]:
+    return [f"node {rank // ranks}" for rank in range(world_size)]
+
+
 @pytest.mark.nvrx
 def test_cliques_are_those_of_nvrx() -> None:
     from nvidia_resiliency_ext.checkpointing.local.replication.group_utils import parse_group_sequence
@@ -68,9 +72,8 @@ def test_cliques_are_those_of_nvrx() -> None:
     compared = 0
     for world_size, jump, factor in itertools.product(range(1, 25), repeat=3):
         if factor > 1 and world_size % (jump * factor) == 0:
-            assert cliques(world_size, jump, factor) == [
-                list(g) for g in parse_group_sequence(jump, factor, world_size)
-            ]
+            theirs = parse_group_sequence(jump, factor, world_size)
+            assert cliques(on_nodes(world_size, jump), jump, factor) == [list(group) for group in theirs]
             compared += 1
     assert compared > 100
 
@@ -78,7 +81,7 @@ def test_cliques_are_those_of_nvrx() -> None:
 def test_every_rank_has_a_partner_on_another_node() -> None:
     for world_size, jump, factor in itertools.product(range(1, 25), repeat=3):
         try:
-            groups = cliques(world_size, jump, factor)
+            groups = cliques(on_nodes(world_size, jump), jump, factor)
         except ValueError:
             assert factor < 2 or world_size % jump or world_size == jump
             continue
@@ -92,9 +95,15 @@ def test_every_rank_has_a_partner_on_another_node() -> None:
 
 
 def test_left_over_nodes_join_the_last_group() -> None:
-    assert cliques(6, 2, 2) == [[0, 2, 4], [1, 3, 5]]
-    assert cliques(5, 1, 2) == [[0, 1], [2, 3, 4]]
-    assert cliques(2, 1, 4) == [[0, 1]]
+    assert cliques(on_nodes(6, 2), 2, 2) == [[0, 2, 4], [1, 3, 5]]
+    assert cliques(on_nodes(5, 1), 1, 2) == [[0, 1], [2, 3, 4]]
+    assert cliques(on_nodes(2, 1), 1, 4) == [[0, 1]]
+
+
+def test_copies_on_the_node_of_the_rank_itself_are_none() -> None:
+    assert cliques(on_nodes(8, 2), 4, 2) == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    with pytest.raises(ValueError, match="ranks of one node keep each other's copies"):
+        cliques(on_nodes(8, 4), 2, 2)
 
 
 @pytest.mark.parametrize(
@@ -108,8 +117,9 @@ def test_left_over_nodes_join_the_last_group() -> None:
     ],
 )
 def test_impossible_cliques_say_what_to_set(arguments: tuple[int, int, int], advice: str) -> None:
+    world_size, jump, factor = arguments
     with pytest.raises(ValueError, match=advice):
-        cliques(*arguments)
+        cliques(on_nodes(world_size, 2), jump, factor)
 
 
 # Exchanges

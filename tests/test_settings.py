@@ -204,7 +204,7 @@ def test_what_each_epoch_has_anew_and_optimizers_that_need_the_data(
     assert outcome is not None
     assert outcome.status == "finished"
     assert fit(lr=0.2) == ""
-    with pytest.raises(AnotherFit, match="optimizer.lr 0.2 -> 0.3"):
+    with pytest.raises(AnotherFit, match=r"optimizer\.lr 0\.2 -> 0\.3"):
         fit(lr=0.3)
 
 

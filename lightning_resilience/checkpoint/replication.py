@@ -65,14 +65,14 @@ class ReplicaError(RuntimeError):
         self.received = received or {}
 
 
-def cliques(world_size: int, jump: int, factor: int) -> list[list[int]]:
+def cliques(nodes: Sequence[str], jump: int, factor: int) -> list[list[int]]:
     """Groups the ranks that keep copies of each other's shards.
 
     The groups are those of NVRx's ``parse_group_sequence`` where it divides the nodes evenly. Otherwise the remaining
     nodes join the last group, so that every rank has a partner.
 
     Args:
-        world_size: Number of ranks in the job.
+        nodes: Of every rank of the job the name of its node.
         jump: Distance between two ranks of a clique: the number of ranks per node.
         factor: Number of nodes that hold each shard, including the node that wrote it; at least 2.
 
@@ -87,13 +87,14 @@ def cliques(world_size: int, jump: int, factor: int) -> list[list[int]]:
             f"a replication factor of {factor} makes no copy, since it counts a rank's own shard; set it to 2 or more, "
             f"or turn replication off"
         )
+    world_size = len(nodes)
     if jump < 1 or world_size % jump != 0:
         raise ValueError(
             f"a replication jump of {jump} does not divide {world_size} ranks into nodes; set it to the number of "
             f"ranks on a node, the same on every node"
         )
-    nodes = world_size // jump
-    if nodes < 2:
+    count = world_size // jump
+    if count < 2:
         raise ValueError(
             f"no other node can keep a copy: {world_size} ranks with a replication jump of {jump} are one node; turn "
             f"replication off, use more nodes, or set the jump to the number of ranks on a node"
@@ -101,9 +102,15 @@ def cliques(world_size: int, jump: int, factor: int) -> list[list[int]]:
     groups: list[list[int]] = []
     for first in range(jump):
         ranks = list(range(first, world_size, jump))
-        starts = list(range(0, max(nodes - factor, 0) + 1, factor))
+        starts = list(range(0, max(count - factor, 0) + 1, factor))
         groups.extend(ranks[start : start + factor] for start in starts[:-1])
         groups.append(ranks[starts[-1] :])
+    for group in groups:
+        if len({nodes[rank] for rank in group}) < len(group):
+            raise ValueError(
+                f"a replication jump of {jump} has ranks of one node keep each other's copies ({group}); set it to the "
+                f"number of ranks on a node"
+            )
     return sorted(groups)
 
 

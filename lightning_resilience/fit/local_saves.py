@@ -182,6 +182,7 @@ class LocalSavePolicy(Participant):
         session, trainer = self.session, self.session.fit.trainer
         self._tier.at_hand = None
         self._compared, self._shards = lightning_strategies.compared_parameters(trainer)
+        self._cliques = self._find_cliques()
         if (problem := self._why_it_does_not_fit()) is not None:
             if not self._options.optional:
                 raise ValueError(problem)
@@ -435,7 +436,8 @@ class LocalSavePolicy(Participant):
             # Most keep two numbers for each parameter (Adam's moments), from the first step on.
             mine += 2 * sum(local(each).nbytes for each in trainer.lightning_module.parameters() if each.requires_grad)
         sizes = self.session.fit.gather(mine)
-        here = [location.rank for location in self.locations if location.node == self.location.node]
+        here = {location.rank for location in self.locations if location.node == self.location.node}
+        received = max((len(group) - 1 for group in self._cliques if not here.isdisjoint(group)), default=0)
         room = mine + mine // 64 + (64 << 10)  # for what is between the tensors, or memory would be mapped anew
         self._expected = {rank_shard(self.session.fit.rank): room}
         if self._all_have_the_same:
@@ -448,7 +450,7 @@ class LocalSavePolicy(Participant):
                     self.store.directory,
                     mine if self._all_have_the_same else sum(sizes[rank] for rank in here),
                     self._options.keep,
-                    0 if self._all_have_the_same or not self._replicates() else self._options.replication_factor - 1,
+                    0 if self._all_have_the_same else received,
                 )
             except ValueError as error:
                 problem = f"{self.location.node}: {error}{self._what_others_hold()}"
@@ -467,26 +469,30 @@ class LocalSavePolicy(Participant):
     def _nodes(self) -> int:
         return len({location.node for location in self.locations})
 
-    def _replicates(self) -> bool:
-        return self._options.replication is not False and self._nodes() > 1
+    def _find_cliques(self) -> list[list[int]]:
+        """The ranks that keep copies of each other's files; none without replication."""
+        options, is_first = self._options, self.session.fit.trainer.is_global_zero
+        if options.replication is False or self._nodes() == 1:
+            return []
+        sizes = Counter(each.node for each in self.locations)
+        if options.replication_jump is None and len({*sizes.values()}) > 1:
+            # As after a loss that others go on without: the same on all ranks, and no reason to end.
+            if is_first:
+                log.warning("Local checkpoints have no copies on other nodes: these have different numbers of ranks.")
+            return []
+        jump = options.replication_jump or self.location.shares
+        try:
+            return cliques([each.node for each in self.locations], jump, options.replication_factor)
+        except ValueError as error:
+            if options.replication is True:
+                raise
+            if is_first:
+                log.warning("Local checkpoints have no copies on other nodes: %s.", error)
+            return []
 
     def _make_replicas(self) -> Replicas | None:
-        if not self._replicates():
-            return None
-        jump = self._options.replication_jump or self.location.shares
-        sizes = Counter(each.node for each in self.locations)
-        if self._options.replication_jump is None and len({*sizes.values()}) > 1:
-            # As after a loss that others go on without: the same on all ranks, and no reason to end.
-            if self.session.fit.trainer.is_global_zero:
-                log.warning("Local checkpoints have no copies on other nodes: these have different numbers of ranks.")
-            return None
-        try:
-            groups = cliques(len(self.locations), jump, self._options.replication_factor)
-        except ValueError as error:
-            if self._options.replication is True:
-                raise
-            if self.session.fit.trainer.is_global_zero:
-                log.warning("Local checkpoints have no copies on other nodes: %s.", error)
+        groups = self._cliques
+        if not groups:
             return None
         here = frozenset(self._kept_here)
         self._kept_here.update(rank for group in groups if not here.isdisjoint(group) for rank in group)
