@@ -137,6 +137,15 @@ def test_states_behind_a_condemned_one_with_nothing_to_go_back_to_count(run: Run
     assert run.resumes[1:] == [("local", 9)]
 
 
+def test_a_checkpoint_under_the_name_of_another_step_is_not_resumed_from(run: Run) -> None:
+    run.die(run.resume(6), step=8)
+    shutil.copy(checkpoint_of(run, 6), checkpoint_of(run, 7))
+    ends_well(run, run.resume(6))
+    assert run.resumes == [("global", 6)]
+    (reason,) = RunDirectory(run.path).fit(0).quarantine.glob("*.reason.txt")
+    assert "its step is 6, not 7" in reason.read_text()
+
+
 def with_bad_local_ones(run: Run) -> None:
     """A run with so many bad local states as may be marked bad, and one more, and a good global one of before."""
     run.die(run.resume(1), step=3)

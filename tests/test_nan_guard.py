@@ -8,6 +8,7 @@ import errno
 import functools
 import itertools
 import json
+import logging
 import math
 import multiprocessing
 import signal
@@ -606,6 +607,16 @@ def test_without_any_checkpoint_there_is_nowhere_to_go(tmp_path: Path) -> None:
     with pytest.raises(TrainingDiverged, match="no checkpoint to go back to"):
         fit(Model(dict.fromkeys(range(3, 500), nan_loss)), tmp_path, NaNGuard(max_consecutive=2), max_epochs=20)
     assert outcome(tmp_path)[0] == "failed"  # it may be tried again: from its beginning it skips what was bad
+
+
+def test_a_bad_step_that_was_skipped_before_any_checkpoint_is_said_to_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(logging.getLogger("lightning_resilience"), "propagate", True)
+    fit(Model({3: nan_loss}), tmp_path, NaNGuard("rollback"))
+    assert outcome(tmp_path)[0] == "finished"
+    (line,) = [each for each in caplog.messages if "no checkpoint to go back to" in each]
+    assert line.endswith("Its step was skipped, and training goes on.")
 
 
 @pytest.mark.parametrize("window", [None, 4])

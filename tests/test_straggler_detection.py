@@ -22,6 +22,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import lightning.pytorch as L
 import pytest
@@ -670,6 +671,15 @@ def test_what_most_ranks_are_is_no_straggler(tmp_path: Path, caplog: pytest.LogC
     assert caplog.text.count("Some GPUs performance dropped") == 2
     assert caplog.text.count("that is no straggler, and the run is not stopped") == 1
     assert found_in({"run_dir": tmp_path / "resilience"}, "straggler_stop") == []
+
+
+@pytest.mark.parametrize("is_bad", [True, False])
+def test_a_run_is_not_stopped_in_a_bad_step(is_bad: bool) -> None:
+    """What was saved then would not be judged again."""
+    policy: Any = StragglerReports.__new__(StragglerReports)
+    policy.session = MagicMock(**{"saver.waits.return_value": is_bad, "saver.save.return_value": None})
+    policy._stop(MagicMock())
+    assert policy.session.saver.save.called is not is_bad
 
 
 @pytest.mark.parametrize(("slow", "asked"), [([0], [0]), ([0, 1], [1]), ([0, 1, 2], []), ([3], [])])

@@ -517,7 +517,7 @@ class CheckpointSelector:
         seen = path / checkpoint_file.MARKER if is_directory else path  # by rank 0
         seen.stat()
         try:
-            return resume.verify(path, {"fit": fit.index}, of_mine), None
+            return resume.verify(path, {"fit": fit.index, "step": resume.step_of(path)}, of_mine), None
         except checkpoint_file.CorruptCheckpoint as error:
             seen.stat()  # raises if it is gone: not corrupt
             return None, str(error)

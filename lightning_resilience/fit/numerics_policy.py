@@ -489,7 +489,7 @@ class NumericsPolicy(Participant):
         only_global = self._take_over(session.fit.from_rank_0(lambda: self._history)).of_global
         if is_suspect and (too_many := session.selector.mark_bad(why, windows[0].step)) is not None:
             self._end(too_many)
-        session.rollback(windows[0].step, lambda: self._keep_going(f"{why}; {_NOWHERE}"), only_global)
+        session.rollback(windows[0].step, lambda: self._keep_going(why), only_global)
 
         def say() -> None:
             log.warning(
@@ -522,7 +522,9 @@ class NumericsPolicy(Participant):
     def _keep_going(self, why: str) -> None:
         """There is nowhere to go back to: the bad step was skipped, and that has to do."""
         if self._lost is not None or self._consecutive >= self._options.max_consecutive:
-            self._end(why, is_final=False)
+            self._end(f"{why}; {_NOWHERE}", is_final=False)
+        if self.session.fit.rank == 0:
+            log.warning("%s; there is no checkpoint to go back to. Its step was skipped, and training goes on.", why)
         self._reset()
 
     def _reset(self) -> None:

@@ -109,8 +109,9 @@ class StopOnSignal(Participant):
         is_bad = session.saver.waits()  # a resume would not judge again what is saved now
         if is_first:
             log.info("Preemption detected, saving checkpoint and exiting")  # NeMo's words
-        resumes = session.selector.uses_global
-        if (local := session.fit.participants.implement(Participant.save_locally)) and not is_bad:
+        local = session.fit.participants.implement(Participant.save_locally)
+        resumes = session.selector.uses_global or (is_bad and bool(local))
+        if local and not is_bad:
             # Without AutoResume nothing else is resumed from.
             first = not resumes or trainer.strategy.broadcast(is_first and self._is_short_of_time())
             if first and local[0]("preemption", _LOCAL_SHARE * self._listener.seconds_left):
@@ -128,6 +129,7 @@ class StopOnSignal(Participant):
             then = "Run the same command again to go on."
             if not resumes:
                 then = "Without AutoResume nothing goes on from it by itself: give it to fit(ckpt_path=...)."
+                then = "Without AutoResume it begins anew." if is_bad else then
             log.info("Stopped at step %d because of %s; %s. %s", step, reason, saved, then)
             if event.payload["requeue"]:
                 _requeue()

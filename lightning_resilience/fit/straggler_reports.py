@@ -457,6 +457,8 @@ class StragglerReports(Participant):
 
     def _stop(self, event: Event) -> None:
         session = self.session
+        if session.saver.waits():
+            return  # a resume would not judge again what is saved now; the next report asks again
         path = session.saver.save("straggler")
         if path is None:  # on all ranks
             if session.fit.rank == 0:
