@@ -79,7 +79,10 @@ def duration(name: str, value: Any) -> timedelta:
         raise TypeError(problem)
     if not math.isfinite(value):
         raise ValueError(problem)
-    return timedelta(seconds=float(value))
+    try:
+        return timedelta(seconds=float(value))
+    except OverflowError:
+        raise ValueError(problem) from None
 
 
 def path(name: str, value: Any) -> None:
@@ -109,6 +112,17 @@ def changed(owner: Any) -> dict[str, Any]:
     parameters = inspect.signature(type(owner)).parameters.items()
     values = {name: getattr(owner, name, parameter.default) for name, parameter in parameters}
     return {name: values[name] for name, parameter in parameters if values[name] != parameter.default}
+
+
+def check_fields(owner: Any) -> None:
+    """Refuses values of a dataclass's fields that their annotations do not allow.
+
+    Raises:
+        TypeError: If one is of a wrong kind.
+        ValueError: If one makes no sense.
+    """
+    for name, hint in get_type_hints(type(owner)).items():
+        _check(name, getattr(owner, name), hint)
 
 
 def _check(name: str, value: Any, hint: Any) -> None:

@@ -17,13 +17,13 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import lightning_resilience as lr
-from lightning_resilience._arguments import changed, path
+from lightning_resilience._arguments import changed, check_fields, path
 from lightning_resilience.detect.hangs.timeouts import SectionTimeouts
 from lightning_resilience.launch import membership
 from lightning_resilience.launch.budget import Budget
 from lightning_resilience.run.deadlines import DEFAULT_GRACE_PERIOD_S
 from lightning_resilience.run.run_directory import WORKER_PID_VARIABLE, RunDirectory, is_turned_off
-from lightning_resilience.run.settings import GLOBAL_BATCHES, SHRINK
+from lightning_resilience.run.settings import SHRINK
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback
@@ -68,12 +68,9 @@ class Job:
     global_batch: Literal["constant", "shrink"] = "constant"
 
     def __post_init__(self) -> None:
-        if self.when_lost not in ("hold", "go_on"):
-            raise ValueError(f'when_lost must be "hold" or "go_on", not {self.when_lost!r}.')
+        check_fields(self)
         if self.min_ranks < 1 or (self.min_ranks > 1 and self.when_lost == "hold"):
             raise ValueError(f'min_ranks must be at least 1, and needs when_lost="go_on", not {self.min_ranks}.')
-        if self.global_batch not in GLOBAL_BATCHES:
-            raise ValueError(f"global_batch must be one of {', '.join(GLOBAL_BATCHES)}, not {self.global_batch!r}.")
         if self.grace_period_s < 0:
             raise ValueError(f"grace_period_s must not be negative, not {self.grace_period_s}; 0 is no limit.")
 
@@ -166,7 +163,7 @@ class Recipe:
             path("run_dir", self.run_dir)
         for name, kind in _PARTS.items():
             part = getattr(self, name)
-            if part is not None and kind not in (cls.__name__ for cls in type(part).__mro__):
+            if (part is not None or name == "job") and kind not in (cls.__name__ for cls in type(part).__mro__):
                 raise TypeError(f"{name} must be {'a' if kind[0] not in 'AEIOU' else 'an'} {kind}(...), not {part!r}.")
         for part in fields(self):
             callback = getattr(self, part.name)
@@ -370,6 +367,8 @@ def drill(
     """
     from lightning_resilience.faults import SimulatedFault
 
+    if not callable(recipe):
+        raise TypeError(f"recipe must be a function that returns a Recipe, such as recipes.nemo, not {recipe!r}.")
     fault = fault or SimulatedFault(fault_type="random", base_delay_s=60.0, rand_delay_s=60.0)
     rehearsed = recipe(run_dir)
     limits = rehearsed.fault_tolerance.section_timeouts if rehearsed.fault_tolerance is not None else None

@@ -34,7 +34,7 @@ each = pytest.mark.parametrize("cls", CALLBACKS, ids=lambda cls: cls.__name__)
 NOT_WHOLE = [2.5, "5", "yes", True, [1], float("nan")]
 NOT_A_NUMBER = ["5", "yes", True, [1]]
 NOT_A_FLAG = ["yes", "no", 1, 0, 2.5, []]
-NOT_A_TIME = ["0:15", "5m", "15", "yes", True, [1], float("nan"), float("inf"), 0, -1, timedelta(0)]
+NOT_A_TIME = ["0:15", "5m", "15", "yes", True, [1], float("nan"), float("inf"), 1e20, 0, -1, timedelta(0)]
 NOT_A_PATH = [5, 2.5, True, ["runs/gpt"], ""]
 NOT_A_COUNT = [*NOT_WHOLE, 0, -1]
 NOT_A_CHOICE = ["x", 5, True, ["skip"]]
@@ -83,7 +83,20 @@ WRONG: dict[type[Any], dict[str, list[Any]]] = {
         "run_dir": NOT_A_PATH,
     },
     Preemption: {
-        "signals": ["SIGTERM", 15, 2.5, None, [], ["SIGX"], ["SIGKILL"], [1.5], [None]],
+        "signals": [
+            "SIGTERM",
+            15,
+            2.5,
+            None,
+            [],
+            ["SIGX"],
+            ["SIGKILL"],
+            ["SIGSEGV"],
+            ["SIGCHLD"],
+            [True],
+            [1.5],
+            [None],
+        ],
         "grace_period_s": [*(each for each in NOT_A_TIME if each not in (0, timedelta(0))), None],
         "enable_exit_handler_for_data_loader": NOT_A_FLAG,
         "run_dir": NOT_A_PATH,

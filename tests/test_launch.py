@@ -839,6 +839,10 @@ def test_a_run_directory_that_cannot_be_made_is_refused(launcher: Launcher) -> N
     launcher.run_directory.path.unlink()
     (launcher.folder / "file").touch()
     launcher.run_directory = RunDirectory(launcher.folder / "file" / "run")
+    assert launcher.run() == 2
+    assert "file, which is a file, and must be a directory" in launcher.stderr()
+    (launcher.folder / "loop").symlink_to("loop")
+    launcher.run_directory = RunDirectory(launcher.folder / "loop" / "run")
     assert launcher.run() == 1
     assert "Refused: " in launcher.stderr()
     assert "Traceback" not in launcher.stderr()
@@ -926,6 +930,8 @@ def test_whoever_reads_a_report_may_stop_at_any_line(launcher: Launcher) -> None
         (["--grace-period=inf", "script.py"], "not a number of seconds"),
         (["--run-dir=s3://bucket/run", "script.py"], "s3://bucket/run is no folder on a mounted file system"),
         (["--run-dir=~/script.py", "script.py"], "script.py is a file, and must be a directory, or not there yet"),
+        (["--local-dir=~/script.py/local", "script.py"], "script.py, which is a file, and must be a directory"),
+        (["--node-rank=1", "script.py"], "--node-rank 1 is that of one of several nodes: give --nnodes, too"),
         (["--job-retries=-1", "script.py"], "not a number of at least 0"),
         (["--grace-period=soon", "script.py"], "not a number of seconds"),
         (["--section-timeouts=stpe:9", "script.py"], "There is no section 'stpe'"),

@@ -11,6 +11,8 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -257,6 +259,16 @@ def test_the_options_of_a_job_say_what_it_is(tmp_path: Path) -> None:
     for wrong in ({"when_lost": "go-on"}, {"min_ranks": 2}, {"min_ranks": 0}, {"global_batch": "smaller"}):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             recipes.elastic(**wrong)  # type: ignore[arg-type]
+    kinds: list[tuple[str, Callable[[], Any]]] = [
+        ("min_ranks must be a whole number, not '2'", lambda: recipes.elastic(min_ranks="2")),  # type: ignore[arg-type]
+        ("grace_period_s must be a number, not 'x'", lambda: Job(grace_period_s="x")),  # type: ignore[arg-type]
+        ("job_retries must be a whole number, not 1.5", lambda: Budget(job_retries=1.5)),  # type: ignore[arg-type]
+        ("recipe must be a function", lambda: recipes.drill(recipe="nemo")),  # type: ignore[arg-type]
+        (r"job must be a Job\(...\), not None", lambda: replace(recipes.nemo(), job=None)),
+    ]
+    for message, wrongly in kinds:
+        with pytest.raises(TypeError, match=message):
+            wrongly()
 
 
 @pytest.mark.parametrize("given", [["--elastic"], ["--recipe", "elastic"]])

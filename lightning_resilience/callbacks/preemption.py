@@ -136,11 +136,22 @@ def _listen_again() -> None:
         listener.listen_again()
 
 
+_SENT_FOR_ERRORS = (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
+
+
 def _to_signal(value: signal.Signals | int | str) -> signal.Signals:
     try:
+        if isinstance(value, bool):
+            raise ValueError
         found = signal.Signals[value] if isinstance(value, str) else signal.Signals(value)
     except (KeyError, ValueError):
         raise ValueError(f"{value!r} is not a signal; give signal.SIGTERM, 'SIGTERM' or 15.") from None
     if found in (signal.SIGKILL, signal.SIGSTOP):
         raise ValueError(f"{found.name} cannot be caught by any process.")
+    if found in _SENT_FOR_ERRORS:
+        raise ValueError(
+            f"{found.name} says that this process has failed, and nothing can be saved then: give another."
+        )
+    if found is signal.SIGCHLD:
+        raise ValueError("SIGCHLD says that a child process has ended, such as a data worker: give another signal.")
     return found

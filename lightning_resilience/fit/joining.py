@@ -218,7 +218,7 @@ def _own_run_dir(trainer: Trainer) -> str | os.PathLike[str] | None:
     callbacks = lightning_callbacks.callbacks(trainer)
     run_dirs = [own.run_dir for own in callbacks if getattr(own, "run_dir", None) is not None]
     if len({os.path.abspath(os.path.expanduser(path)) for path in run_dirs}) > 1:
-        raise ValueError(f"The callbacks of one Trainer must share one run_dir, not {sorted(map(str, run_dirs))}.")
+        raise ValueError(f"The callbacks of one Trainer must share one run_dir, not {sorted({*map(str, run_dirs)})}.")
     return run_dirs[0] if run_dirs else None
 
 

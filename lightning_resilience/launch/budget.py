@@ -18,6 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Literal
 
+from lightning_resilience._arguments import check_fields
 from lightning_resilience.run.events import LaunchStart, WorkersStart
 from lightning_resilience.run.history import FailureCounts, History
 
@@ -54,6 +55,9 @@ class Budget:
     in_job_restarts: int = 3
     job_retries: int = 2
     max_failures_per_day: int = 50
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
     def decide(self, history: History, now: float) -> Decision:
         """What the history of a run allows next.

@@ -469,7 +469,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     watched.add_argument("run_dir", type=_not_empty, metavar="RUN_DIR")
     watched.add_argument(
-        "--interval", type=_seconds, default=1.0, metavar="SECONDS", help="refresh interval (default: %(default)g)"
+        "--interval",
+        type=_positive_seconds,
+        default=1.0,
+        metavar="SECONDS",
+        help="refresh interval (default: %(default)g)",
     )
     watched.add_argument("--once", action="store_true", help="show once and end")
 
@@ -546,6 +550,8 @@ def _settings(options: argparse.Namespace) -> LaunchSettings:
         parser.error(problem)
     if options.nnodes not in ("1", "1:1") and options.rdzv_endpoint is None:
         parser.error("several nodes need --rdzv-endpoint HOST:PORT, with the first node's host and a free port on it")
+    if options.node_rank and options.nnodes in ("1", "1:1"):
+        parser.error(f"--node-rank {options.node_rank} is that of one of several nodes: give --nnodes, too")
     if options.spare and (options.nnodes in ("1", "1:1") or options.node_rank is not None):
         parser.error("--spare is for one more node than --nnodes says, and goes without --node-rank")
     if options.fresh and (options.nnodes not in ("1", "1:1") or options.retries_in_new_job):
@@ -556,8 +562,11 @@ def _settings(options: argparse.Namespace) -> LaunchSettings:
     timeouts = [options.section_timeouts] if options.section_timeouts else []
     if options.out_of_section_timeout is not None:
         timeouts.append(f"out_of_section:{options.out_of_section_timeout}")
-    if options.run_dir is not None and options.run_dir.exists() and not options.run_dir.is_dir():
-        parser.error(f"--run-dir {options.run_dir} is a file, and must be a directory, or not there yet")
+    for option, folder in (("--run-dir", options.run_dir), ("--local-dir", options.local_dir)):
+        there = next(filter(os.path.lexists, [folder, *folder.parents]), None) if folder is not None else None
+        if there is not None and there.exists() and not there.is_dir():
+            below = "" if there == folder else f" is below {there}, which"
+            parser.error(f"{option} {folder}{below} is a file, and must be a directory, or not there yet")
     job = JOBS.get(options.recipe, JOBS["nemo"])  # MODULE:FUNCTION is imported by the workers only
     elastic = options.elastic or job.elastic
     least, _, most = options.nnodes.partition(":")
@@ -777,6 +786,12 @@ def _seconds(text: str) -> float:
         seconds = -1.0
     if not 0 <= seconds < float("inf"):
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds")
+    return seconds
+
+
+def _positive_seconds(text: str) -> float:
+    if (seconds := _seconds(text)) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
     return seconds
 
 
