@@ -150,7 +150,7 @@ def _to_signal(value: signal.Signals | int | str) -> signal.Signals:
         raise ValueError(f"{found.name} cannot be caught by any process.")
     if found in _SENT_FOR_ERRORS:
         raise ValueError(
-            f"{found.name} says that this process has failed, and nothing can be saved then: give another."
+            f"{found.name} says that this process has failed, and nothing can be saved then: give another signal."
         )
     if found is signal.SIGCHLD:
         raise ValueError("SIGCHLD says that a child process has ended, such as a data worker: give another signal.")

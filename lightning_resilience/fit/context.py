@@ -324,11 +324,13 @@ def from_rank_0(trainer: Trainer, make: Callable[[], _T], patience: Patience) ->
         try:
             return patience(make, whoami(trainer)), None
         except OSError as error:
-            return None, f"{whoami(trainer)}: {error}"
+            is_in_the_way = isinstance(error, (FileNotFoundError, NotADirectoryError, PermissionError))
+            then = "look at that path" if is_in_the_way else "start again when the storage responds"
+            return None, f"{whoami(trainer)}: {error}. Nothing was moved: {then}."
 
     made, problem = checkpoint_io.from_rank_zero(trainer.strategy, attempt)
     if problem is not None:
-        raise StorageFails(f"{problem}. Nothing was moved: start again when the storage responds.")
+        raise StorageFails(problem)
     return cast(_T, made)
 
 
