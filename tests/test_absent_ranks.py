@@ -192,6 +192,7 @@ def test_with_what_else_there_is(tmp_path: Path, options: dict[str, Any]) -> Non
     draws = options.get("trainer", {}).get("reload_dataloaders_every_n_epochs")
     output = assert_the_same_run(tmp_path, 4, 3, tolerance=0.1 if draws else 1e-5, **options)
     assert "The validation draws random numbers" not in output
+    assert output.count("each also trains on the batches") == 1
 
 
 SAME_FOR_ALL = {"augment": False, "dropout": 0.0}  # random numbers are others with other ranks

@@ -96,6 +96,7 @@ class ExactState:
         self._before_fetch: data_position.RandomState | None = None
         self._epoch_begun: tuple[Any, Any] = (None, None)
         self._kept_of_lost: dict[str, Any] | None = None
+        self._has_said_how = False
         self._worker_states_of_lost: torch.Tensor | None = None
         self._data: TrainingData | None = None
         self._absent: AbsentRanks | None = None
@@ -441,7 +442,8 @@ class ExactState:
             RuntimeError: If ranks have loaders that differ.
         """
         before, what = self._was
-        world, is_first = self.fit.trainer.world_size, self.fit.trainer.is_global_zero
+        world, is_first = self.fit.trainer.world_size, self.fit.trainer.is_global_zero and not self._has_said_how
+        self._has_said_how = True  # also where loaders are made anew
         answers = self.fit.gather((data.refused, str(data.share), data.is_by_script))
         if len(set(answers)) > 1:
             different = next(rank for rank, each in enumerate(answers) if each != answers[0])
