@@ -273,6 +273,9 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert ET.parse(tmp_path / "page.html").getroot().tag == "html"
     with pytest.raises(SystemExit):
         main(["report", str(tmp_path / "run"), "--json", "--html", str(tmp_path / "page.html")])
+    with pytest.raises(SystemExit):
+        main(["report", str(tmp_path / "run"), "--html", str(tmp_path)])
+    assert f"{tmp_path} is a directory: name a file" in capsys.readouterr().err
 
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)

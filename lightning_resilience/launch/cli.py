@@ -114,6 +114,8 @@ def _run(options: argparse.Namespace) -> None:
         elif options.action == "report" and options.html is not None:
             if options.json or options.what_if is not None:
                 options.parser.error("--html, --json and --what-if are different outputs; choose one")
+            if os.path.isdir(options.html):
+                options.parser.error(f"--html {options.html} is a directory: name a file, such as report.html in it")
             with _without_collections():
                 write_page(options.run_dir, options.html)
             print(f"The report is in {options.html}.")
