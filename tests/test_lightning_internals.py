@@ -54,7 +54,7 @@ NAMES: dict[str, tuple[Callable[[Any], Any], set[str]]] = {
     ),
     "automatic optimization": (
         lambda t: t.fit_loop.epoch_loop.automatic_optimization,
-        {"_make_closure", "_on_before_zero_grad", "_optimizer_zero_grad", "_training_step"},
+        {"_make_closure", "_on_before_zero_grad", "_optimizer_zero_grad", "_training_step", "optim_progress"},
     ),
     "its closure": (
         lambda t: importlib.import_module(f"{package_of(t)}.loops.optimization.automatic").Closure(lambda: None),
@@ -84,12 +84,13 @@ NAMES: dict[str, tuple[Callable[[Any], Any], set[str]]] = {
         {"_broadcast_sigterm_tensor", "_on_after_fetch", "_restarting", "_results", "_should_accumulate"}
         | {"_batches_that_stepped", "_num_ready_batches_reached", "_skip_next_val", "update_lr_schedulers"}
         | {"advance", "automatic_optimization", "batch_progress", "manual_optimization", "on_run_start", "reset"}
-        | {"val_loop"},
+        | {"scheduler_progress", "val_loop"},
     ),
+    "manual optimization": (lambda t: t.fit_loop.epoch_loop.manual_optimization, {"optim_step_progress"}),
     "validation loop": (
         lambda t: t.fit_loop.epoch_loop.val_loop,
         {"_combined_loader", "_data_fetcher", "_evaluation_step", "_last_val_dl_reload_epoch", "_restarting"}
-        | {"on_run_end", "reset", "run", "state_dict"},
+        | {"batch_progress", "on_run_end", "reset", "run", "state_dict"},
     ),
     "StochasticWeightAveraging's hooks": (
         lambda t: importlib.import_module(f"{package_of(t)}.callbacks").StochasticWeightAveraging(0.1),
@@ -238,6 +239,7 @@ CLASSES = [  # recognised by these names
     ("{package}.callbacks.model_checkpoint", "ModelCheckpoint"),
     ("{package}.plugins.io.async_plugin", "AsyncCheckpointIO"),
     ("{fabric}.plugins.io.torch_io", "TorchCheckpointIO"),
+    ("{fabric}.plugins.environments.torchelastic", "TorchElasticEnvironment"),
 ]
 
 NOT_LIGHTNING = {

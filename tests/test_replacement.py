@@ -665,7 +665,9 @@ def test_a_survivor_begins_the_fit_with_what_a_replacement_has(tmp_path: Path) -
     with pytest.raises(PeerLost):
         trainer.fit(module)
     assert (averages._initialized, trainer.max_epochs, module.normal.momentum) == (True, 3, None)
+    assert (trainer.global_step, trainer.current_epoch) != (0, 0)
     lightning_reentry.leave_fit(trainer, start)
+    assert (trainer.global_step, trainer.current_epoch) == (0, 0)
     assert [vars(each) for each in (averages, stops)] == before
     assert (trainer.max_epochs, module.normal.momentum) == (2, 0.1)
     assert [each.requires_grad for each in module.parameters()] == [True, True, *[False] * 4]

@@ -93,9 +93,6 @@ def reset_loops(trainer: Trainer, module: LightningModule) -> None:
             loop._combined_loader.reset()
             loop._combined_loader = None
     fit_loop._last_train_dl_reload_epoch = val_loop._last_val_dl_reload_epoch = float("-inf")
-    # Where loaders are needed before the checkpoint is restored, a new process asks for those of the first epoch.
-    for progress in (fit_loop.epoch_progress.total, fit_loop.epoch_progress.current):
-        progress.reset()
     epoch_loop._skip_next_val = False
     epoch_loop._results.clear()
     val_loop._results.clear()  # of a validation that was cut off
@@ -112,6 +109,20 @@ def reset_loops(trainer: Trainer, module: LightningModule) -> None:
     for callback in trainer.checkpoint_callbacks:  # which would leave out a step that it has saved already
         if hasattr(callback, "_last_global_step_saved"):
             callback._last_global_step_saved = 0
+
+
+def reset_progress(trainer: Trainer) -> None:
+    """Has an interrupted fit be at its first step: what is configured before a checkpoint is restored may ask where.
+
+    Such as loaders, for which a new process asks those of the first epoch.
+    """
+    fit_loop = trainer.fit_loop
+    epoch_loop: Any = fit_loop.epoch_loop
+    optimizers = epoch_loop.automatic_optimization.optim_progress, epoch_loop.manual_optimization.optim_step_progress
+    batches = epoch_loop.batch_progress, epoch_loop.val_loop.batch_progress, epoch_loop.scheduler_progress
+    for progress in (fit_loop.epoch_progress, *optimizers, *batches):
+        progress.reset()
+    epoch_loop._batches_that_stepped = 0
 
 
 def optimizer_layout(trainer: Trainer) -> Any:

@@ -8,9 +8,10 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from copy import copy
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 from lightning_resilience._lightning.lightning_callbacks import callbacks, callbacks_named
-from lightning_resilience._lightning.lightning_loops import reset_loops
+from lightning_resilience._lightning.lightning_loops import reset_loops, reset_progress
 from lightning_resilience._lightning.lightning_strategies import name_of
 from lightning_resilience._torch import Layers
 
@@ -20,6 +21,10 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _PACKAGES = ("lightning.pytorch", "pytorch_lightning")
+_ENVIRONMENTS = (
+    "lightning.fabric.plugins.environments.torchelastic",
+    "lightning_fabric.plugins.environments.torchelastic",
+)
 _wrapped: set[str] = set()
 
 
@@ -50,12 +55,12 @@ def accept_fewer_ranks(are_fewer: Callable[[], bool]) -> None:
     Args:
         are_fewer: Whether ranks are absent; else that is checked as by Lightning.
     """
-    for package in ("lightning.fabric", "lightning_fabric"):
-        environments = sys.modules.get(f"{package}.plugins.environments")
-        if environments is None or package in _wrapped:
+    for name in _ENVIRONMENTS:
+        module = sys.modules.get(name)
+        if module is None or name in _wrapped:
             continue
-        _wrapped.add(package)
-        environment: Any = environments.TorchElasticEnvironment
+        _wrapped.add(name)
+        environment: Any = module.TorchElasticEnvironment
         environment.validate_settings = _validation(environment.validate_settings, are_fewer)
 
 
@@ -81,7 +86,8 @@ _SIZES = ("_data_parallel_size", "_tensor_parallel_size")
 """Those of the mesh of a ``ModelParallelStrategy``: with fewer ranks there are fewer groups of the same size."""
 
 
-_DEVICES = "_lightning_resilience_devices"
+_devices: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+"""Of strategies those of the whole node."""
 
 
 def take_place(trainer: Trainer, nodes: Sequence[Sequence[int]], node: int) -> None:
@@ -98,7 +104,7 @@ def take_place(trainer: Trainer, nodes: Sequence[Sequence[int]], node: int) -> N
     if all(type(size) is int for size in sizes):  # else Lightning finds them, which it does once
         ranks = sum(map(len, nodes))
         its.update(zip(_SIZES, (ranks // sizes[1], sizes[1]), strict=True))
-    all_devices = its.setdefault(_DEVICES, getattr(strategy, "parallel_devices", None))
+    all_devices = _devices.setdefault(strategy, getattr(strategy, "parallel_devices", None))
     if all_devices is None or max(here) >= len(all_devices):
         return
     devices, strategy.num_nodes = [all_devices[place] for place in here], len(nodes)
@@ -196,5 +202,6 @@ def leave_fit(trainer: Trainer, start: Start) -> None:
         trainer._teardown()
     trainer.strategy.model = module  # without the wrapper around it, whose hooks go with it
     reset_loops(trainer, module)
+    reset_progress(trainer)
     trainer.strategy.lr_scheduler_configs = []
     start.put_back()
