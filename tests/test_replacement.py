@@ -35,13 +35,13 @@ from lightning.pytorch.callbacks import EarlyStopping, StochasticWeightAveraging
 from lightning.pytorch.cli import SaveConfigCallback
 from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
 
-from lightning_resilience import _torch
+from lightning_resilience import AutoResume, FaultTolerance, NaNGuard, _torch
 from lightning_resilience._lightning import lightning_reentry
 from lightning_resilience.agreement_protocol import PeerLost
 from lightning_resilience.detect.hangs import watchdog
 from lightning_resilience.elastic import group, nccl, stuck
 from lightning_resilience.elastic.group import DefaultGroup
-from lightning_resilience.fit import reentry
+from lightning_resilience.fit import joining, reentry
 from lightning_resilience.launch import elastic, membership, park, standstill
 from lightning_resilience.launch.channel import Channel, Message
 from lightning_resilience.launch.elastic import Supervisor
@@ -674,6 +674,23 @@ def test_a_survivor_begins_the_fit_with_what_a_replacement_has(tmp_path: Path) -
     # What is made in configure_model is made with the types of the precision.
     types = {name: each.dtype for name, each in module.state_dict().items() if not name.startswith("late")}
     assert set(types.values()) == {torch.float32, torch.int64}
+
+
+def test_nothing_of_a_fit_that_is_left_for_a_replacement_stays_on_the_trainer(tmp_path: Path) -> None:
+    """Or a save would ask the callbacks of each generation before, and those of replacements would not."""
+
+    class Leaves(L.Callback):
+        def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+            if trainer.global_step == 3:
+                assert "save_checkpoint" in vars(trainer)
+                joining.leave_without_peers(trainer, [])
+                assert "save_checkpoint" not in vars(trainer)
+                assert "on_exception" not in vars(trainer.strategy)
+                trainer.should_stop = True
+
+    quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    quiet |= {"accelerator": "cpu", "default_root_dir": tmp_path, "max_steps": 5, "limit_val_batches": 0}
+    L.Trainer(callbacks=[AutoResume(), NaNGuard(), FaultTolerance(), Leaves()], **quiet).fit(BoringModel())
 
 
 class Ranks:

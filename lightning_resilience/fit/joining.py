@@ -193,6 +193,7 @@ def leave_without_peers(trainer: Trainer, lost: Collection[int]) -> None:
         _end(session, session.leave)
     except Exception:
         log.debug("The fit is left all the same", exc_info=True)
+    session.fit.save_patches.undo()  # no hook is told of the exception, behind which they would be
 
 
 def install_reentry() -> None:
