@@ -313,6 +313,32 @@ def test_the_batches_of_a_script_that_divides_them_by_itself(
     about = {"among": 2, "share": Fraction(1), "sizes": [Fraction(4)], "kept": [Fraction(8)]}
     data = prepared([DataLoader(TensorDataset(torch.zeros(64)), size)], **about)
     assert (data.refused, [*data._sizes]) == (refused, sizes)
+    assert bool(data.resized) is (refused is None and size != 4)
+
+
+@pytest.mark.parametrize(
+    ("world", "sizes", "is_by_script", "refused"),
+    [
+        pytest.param(2, [8, 8], True, None, id="a batch of all, divided"),
+        pytest.param(2, [8, None], True, None, id="as far as it is known"),
+        pytest.param(2, [4, 4], False, None, id="the same"),
+        pytest.param(2, [8, 9], False, "a Batches makes the batches", id="rounded, which cannot be set"),
+        pytest.param(1, [16, 16], False, "a Batches makes the batches", id="of a single rank, which cannot be set"),
+    ],
+)
+def test_batch_samplers_of_a_script_that_divides_batches_by_itself(
+    monkeypatch: pytest.MonkeyPatch, world: int, sizes: list[int | None], is_by_script: bool, refused: str | None
+) -> None:
+    """Four ranks had 4 samples each, in loaders of which the second has a batch sampler of the script's own."""
+    trainer = L.Trainer(logger=False, barebones=True)
+    monkeypatch.setattr(type(trainer), "world_size", world)
+    about: dict[str, Any] = {"sizes": [Fraction(4)] * 2, "kept": [Fraction(16, world)] * 2}
+    data = TrainingData(trainer, Patches(), Division(range(0, 4, world), 4, 4, **about))
+    samples = TensorDataset(torch.zeros(64))
+    batches = [[0]] if sizes[1] is None else Batches(SequentialSampler(samples), sizes[1], False)
+    own = DataLoader(samples, batch_sampler=batches)
+    data.decide([DataLoader(samples, sizes[0]), own])
+    assert (data.is_by_script, data.refused) == (is_by_script, refused)
 
 
 class Batches(BatchSampler):

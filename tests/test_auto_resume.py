@@ -353,3 +353,26 @@ def test_own_checkpoints_do_not_depend_on_the_plugin(io: Any, tmp_path: Path, ca
     assert "could not be saved" not in caplog.text
     [resumed] = [each for each in read_ledger(RunDirectory(tmp_path / "run").ledger) if each["event"] == "resumed"]
     assert resumed["step"] == 10
+
+
+@pytest.mark.parametrize("layout", ["coo", "csr"])
+def test_sparse_buffers_are_saved_too(layout: str, tmp_path: Path) -> None:
+    """In the background, where copies of the saves before are written to again."""
+
+    class Sparse(BoringModel):
+        def __init__(self, factor: float) -> None:
+            super().__init__()
+            dense = factor * torch.eye(2)
+            self.register_buffer("sparse", dense.to_sparse() if layout == "coo" else dense.to_sparse_csr())
+
+    def fit(factor: float, max_steps: int) -> Sparse:
+        context.fits_begun.clear()
+        module = Sparse(factor)
+        quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+        quiet |= {"accelerator": "cpu", "default_root_dir": tmp_path, "limit_val_batches": 0}
+        L.Trainer(max_steps=max_steps, callbacks=[AutoResume(every_n_train_steps=1)], **quiet).fit(module)
+        return module
+
+    fit(2.0, 4)
+    resumed: Any = fit(3.0, 8)
+    assert torch.equal(resumed.sparse.to_dense(), 2 * torch.eye(2))

@@ -523,15 +523,21 @@ def test_a_restart_of_all_begins_with_all_ranks() -> None:
     assert (run.policy.generation, run.policy.restarts) == (2, 2)
 
 
-def test_who_needs_all_for_another_fit_has_all_restarted(lines: list[str]) -> None:
+def needs_all(run: Run, rank: int, generation: int = 1) -> None:
+    run.policy.heard(rank, "state", {"state": "needs_all", "generation": generation, "reason": "another fit begins"})
+
+
+def test_all_are_restarted_when_all_that_are_left_need_all_for_another_fit(lines: list[str]) -> None:
     run = Run()
     run.lose(1)
     run.come_together()
     for rank in (0, 2):
         run.say(rank, "done")
     run.step()
-    assert not run.told
-    run.policy.heard(2, "state", {"state": "needs_all", "generation": 1, "reason": "another fit begins"})
+    needs_all(run, 2)
+    run.step()
+    assert not run.told, "the other one may do something else alone"
+    needs_all(run, 0)
     run.step()
     assert run.told[-1] == ([0, 1, 2], "restart")
     assert lines[-1] == "Restarting all ranks: another fit begins."
@@ -539,7 +545,48 @@ def test_who_needs_all_for_another_fit_has_all_restarted(lines: list[str]) -> No
         run.policy.ended(rank, 0)
     run.step()
     assert run.started == [[0, 1, 2]]
+    assert run.recorded[-1] == ([], [0, 1, 2], []), "no failure"
     assert run.policy.result is None
+
+
+def test_who_needs_all_has_ended_its_fit(lines: list[str]) -> None:
+    """Before the supervisor has seen that all had come together, or without having heard that others came back."""
+    run = Run()
+    run.lose(1)
+    for rank in (0, 2):
+        run.say(rank, "ready")
+        run.say(rank, "done")
+        needs_all(run, rank)
+    run.step()
+    run.step()
+    assert run.told[-1] == ([0, 2], "restart")
+    run = Run()
+    run.lose(1)
+    run.come_together()
+    run.say(1, "waiting")
+    run.step()
+    for rank in (0, 2):
+        needs_all(run, rank)
+    run.step(deadlines.SURVIVORS_LEAVE_WITHIN_S + 1)
+    run.step()
+    assert run.told[-1] == ([0, 1, 2], "restart")
+    assert lines[-1] == "Restarting all ranks: another fit begins."
+
+
+def test_who_has_nothing_to_go_back_to_waits_for_a_lost_node() -> None:
+    """What it has saved may be in the memory of that node: without it the run would begin anew, with fewer ranks."""
+    for is_usable in (True, False):
+        run = Run()
+        run.away = {1}
+        run.lose(1)
+        for rank in (0, 2):
+            run.policy.heard(rank, "saved", {"is_usable": is_usable})
+            run.say(rank, "refused")
+        run.step()
+        for rank in (0, 2):
+            run.policy.ended(rank, 0)
+        run.step()
+        assert run.started[-1] == ([0, 2] if is_usable else [0, 1, 2])
 
 
 def test_the_others_go_on_without_a_lost_node_and_take_its_ranks_in_when_it_is_back(lines: list[str]) -> None:
@@ -1042,8 +1089,10 @@ def test_who_is_absent_at_the_end_of_a_fit_is_not_needed_to_evaluate_and_is_for_
     kill = {"at": "train", "step": 8, "rank": 1, "do": "SIGKILL", "once": True, "fit": 0}
     config["events"] = [kill, {"at": "between", "step": 0, "rank": 1, "life": 1, "do": "sleep", "seconds": 600}]
     output = gone_on(tmp_path, config, 3, "--spares=off")
-    assert [each[:2] for each in changes(Path(config["run_dir"]) / "ledger")] == [([1], [0, 2])], output
+    changed = [each[:2] for each in changes(Path(config["run_dir"]) / "ledger")]
+    assert changed == [([1], [0, 2]), ([], [0, 1, 2])], output
     assert output.count("another fit begins") == 1, output
+    assert "Before: a worker was killed" not in output
     wanted, _ = undisturbed(tmp_path, 3, **options)
     for fit in range(2):
         found, expected = (state_at_the_end(each, fit) for each in (config, wanted))

@@ -160,6 +160,7 @@ def test_what_each_epoch_has_anew_and_optimizers_that_need_the_data(
 ) -> None:
     import lightning.pytorch as L
     import torch
+    from lightning.pytorch.callbacks import LearningRateFinder
     from torch.utils.data import DataLoader, TensorDataset
 
     from lightning_resilience import AutoResume
@@ -167,13 +168,14 @@ def test_what_each_epoch_has_anew_and_optimizers_that_need_the_data(
     from lightning_resilience.run.run_directory import AnotherFit, RunDirectory
 
     class Model(L.LightningModule):
-        def __init__(self, lr: float, stops_at: int) -> None:
+        def __init__(self, lr: float, stops_at: int, size: int | None) -> None:
             super().__init__()
-            self.rate, self.stops_at = lr, stops_at
+            self.lr, self.stops_at, self.size = lr, stops_at, size
             self.layer = torch.nn.Linear(4, 2)
 
         def train_dataloader(self) -> DataLoader[Any]:
-            return DataLoader(TensorDataset(torch.ones(8 + 4 * self.trainer.current_epoch, 4)), batch_size=4)
+            size = self.size or 8 + 4 * self.trainer.current_epoch
+            return DataLoader(TensorDataset(torch.ones(size, 4)), batch_size=4)
 
         def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
             if self.trainer.global_step == self.stops_at:
@@ -182,16 +184,17 @@ def test_what_each_epoch_has_anew_and_optimizers_that_need_the_data(
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
             assert self.trainer.estimated_stepping_batches
-            return torch.optim.SGD(self.parameters(), self.rate)
+            return torch.optim.SGD(self.parameters(), self.lr)
 
-    def fit(lr: float = 0.1, stops_at: int = -1) -> str:
+    def fit(lr: float = 0.1, stops_at: int = -1, size: int | None = None, name: str = "run", reload: int = 1) -> str:
         context.fits_begun.clear()
         caplog.clear()
         quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-        quiet |= {"accelerator": "cpu", "default_root_dir": tmp_path, "reload_dataloaders_every_n_epochs": 1}
-        trainer = L.Trainer(max_epochs=3, callbacks=[AutoResume(tmp_path, every_n_train_steps=1)], **quiet)
+        quiet |= {"accelerator": "cpu", "default_root_dir": tmp_path, "reload_dataloaders_every_n_epochs": reload}
+        callbacks = [LearningRateFinder(num_training_steps=5), AutoResume(tmp_path / name, every_n_train_steps=1)]
+        trainer = L.Trainer(max_epochs=3, callbacks=callbacks[name == "run" :], **quiet)
         with contextlib.suppress(SystemExit, KeyboardInterrupt):
-            trainer.fit(Model(lr, stops_at))
+            trainer.fit(Model(lr, stops_at, size))
         return "".join(each.getMessage() for each in caplog.records if "hanged since" in each.getMessage())
 
     assert fit(stops_at=4) == ""
@@ -200,10 +203,14 @@ def test_what_each_epoch_has_anew_and_optimizers_that_need_the_data(
         "values of optimizer.lr."
     )
     assert fit(lr=0.2) == ""
-    outcome = RunDirectory(tmp_path).fit(0).outcome
+    outcome = RunDirectory(tmp_path / "run").fit(0).outcome
     assert outcome is not None
     assert outcome.status == "finished"
     assert fit(lr=0.2) == ""
+    for reload in (1, 0, 1):
+        assert fit(size=12, reload=reload, name="search") == ""
+    with pytest.raises(AnotherFit, match="other training data"):
+        fit(size=16, name="search")
     with pytest.raises(AnotherFit, match=r"optimizer\.lr 0\.2 -> 0\.3"):
         fit(lr=0.3)
 

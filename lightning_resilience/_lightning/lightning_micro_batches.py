@@ -28,6 +28,7 @@ from torch.utils.data import (
 from lightning_resilience._lightning import lightning_data
 from lightning_resilience._lightning.lightning_patches import Patches
 from lightning_resilience._lightning.lightning_strategies import name_of
+from lightning_resilience.checkpoint import data_position
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -152,12 +153,14 @@ class TrainingData:
         refused: Why they are not; ``None`` if they are, or have not been set up yet.
         share: How much of the script's batch is a batch of a rank.
         is_by_script: Whether the script divides a batch of all processes itself.
+        resized: How large batches stay that the script has made of another size; empty: there are none.
     """
 
     def __init__(self, trainer: Trainer, patches: Patches, division: Division) -> None:
         self.refused: str | None = None
         self.share = division.share
         self.is_by_script = False
+        self.resized = ""
         self._trainer, self._division = trainer, division
         self._ranks, self._among = division.ranks, division.among
         self._others: WeakKeyDictionary[Any, list[Any]] = WeakKeyDictionary()
@@ -205,7 +208,10 @@ class TrainingData:
         if reason is not None and self._others:
             raise ValueError(f"The training data cannot be divided among {self._among} ranks: {reason}.")
         self.refused, self._orders = reason, iter(orders)
-        self._sizes = iter([None if size is None else int(size * self.share) for size in sizes])
+        self._sizes = iter(
+            int(size * self.share) if size is not None and _has_plain_batches(loader) else None
+            for loader, size in zip(loaders, sizes, strict=True)
+        )
         if reason is not None:
             self.share = Fraction(1)
 
@@ -215,34 +221,38 @@ class TrainingData:
 
     def _sizes_of(self, loaders: Sequence[Any]) -> list[int | None]:
         """How large the batches of the script would be with as many ranks as there were."""
-        sizes = [
-            each.batch_size if isinstance(each, DataLoader) and type(each.batch_sampler) is BatchSampler else None
-            for each in loaders
-        ]
-        division, world = self._division, self._trainer.world_size
+        sizes, division, world = data_position.batch_sizes(loaders), self._division, self._trainer.world_size
         kept = division.kept if len(division.kept) == len(sizes) else [None] * len(sizes)
+        before = self._before(sizes)
         if not self._is_known:
             self._is_known = True
+            known = [each for each in zip(sizes, kept, before, strict=True) if None not in each]
+            are_kept = all(size == its for size, its, _ in known) and any(size != was for size, _, was in known)
             # A single rank's order would be another one than that of several.
-            can_have_own = world > 1 or self._among == 1
-            self.is_by_script = can_have_own and None not in sizes and sizes == [*kept] != [*division.sizes]
+            self.is_by_script = are_kept and (world > 1 or self._among == 1)
             if self.is_by_script:
                 self._ranks, self._among, self.share = self._ranks[:1], world, Fraction(1)
         if self.is_by_script:
             return sizes
         found = []
-        for size, its, was in zip(sizes, kept, self._before(sizes), strict=True):
+        for loader, size, its, was in zip(loaders, sizes, kept, before, strict=True):
             # A batch of all processes that cannot be divided is rounded down by such a script.
             is_rounded = size and its and was and int(its) <= size <= int(its + Fraction(division.before - 1, world))
-            found.append(int(was) if is_rounded and was is not None and was.denominator == 1 else size)
+            if is_rounded and was is not None and was.denominator == 1 and size != was and _has_plain_batches(loader):
+                self.resized = f"of {was} samples, although the script's are of {size} now"
+                size = int(was)
+            found.append(size)
         return found
 
     def _why_not_of_size(self, loader: DataLoader[Any], size: int | None, was: Fraction | None) -> str | None:
-        if size is None:
-            return None if self.share == 1 else f"a {type(loader.batch_sampler).__name__} makes the batches"
         are_made_again = lightning_data.reloads_every(self._trainer) > 0  # perhaps of another size in each epoch
-        if not self.is_by_script and was not in (None, size) and not are_made_again:
+        is_plain, is_as_before = _has_plain_batches(loader), self.is_by_script or was in (None, size)
+        if not is_plain and (self.share != 1 or not is_as_before):
+            return f"a {type(loader.batch_sampler).__name__} makes the batches"
+        if not is_as_before and not are_made_again:
             return f"the script's batches are of {size} samples and were of {was}"
+        if size is None or not is_plain:
+            return None
         now = size * self.share
         if now.denominator > 1:
             return f"a batch of {size} cannot be divided so that a step keeps its samples"
@@ -322,6 +332,11 @@ class TrainingData:
             other.flattened = loaders
             found.append(other)
         return found
+
+
+def _has_plain_batches(loader: Any) -> bool:
+    """Whether the batch size of a loader can be set."""
+    return isinstance(loader, DataLoader) and type(loader.batch_sampler) is BatchSampler
 
 
 class _BegunByOne(DistributedSampler[Any]):

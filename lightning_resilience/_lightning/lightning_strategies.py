@@ -228,10 +228,12 @@ def clone_live_tensors(trainer: Trainer, state: Any) -> Any:
     """
     live = [*trainer.lightning_module.parameters(), *trainer.lightning_module.buffers()]
     live += optimizer_tensors(trainer.optimizers)
-    used = {each.untyped_storage().data_ptr() for each in live if not is_lazy(each)}
+    used = {each.untyped_storage().data_ptr() for each in live if not is_lazy(each) and each.layout == torch.strided}
 
     def apart(item: Any) -> Any:
-        is_live = isinstance(item, torch.Tensor) and item.untyped_storage().data_ptr() in used
+        if not isinstance(item, torch.Tensor):
+            return item
+        is_live = item.layout != torch.strided or item.untyped_storage().data_ptr() in used
         return item.clone() if is_live else item
 
     return map_nested(state, apart)

@@ -141,7 +141,7 @@ class _Buffer:
     def __init__(self, tensor: torch.Tensor) -> None:
         self._memory: MappedFile | None = None
         device = accelerator(tensor)
-        if device is None or tensor.nbytes < _REGISTERED_BYTES or tensor.layout != torch.strided:
+        if device is None or tensor.layout != torch.strided or tensor.nbytes < _REGISTERED_BYTES:
             place = "meta" if tensor.is_meta else "cpu"
             self.content = torch.empty_like(tensor, device=place, requires_grad=False)
             return
@@ -152,6 +152,8 @@ class _Buffer:
 
     def is_for(self, tensor: torch.Tensor) -> bool:
         content = self.content
+        if tensor.layout != torch.strided or content.layout != torch.strided:
+            return False  # sparse ones have no strides, and may have more numbers the next time
         return (content.shape, content.stride(), content.dtype) == (tensor.shape, tensor.stride(), tensor.dtype)
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 
-from lightning_resilience._files import Patience
+from lightning_resilience._files import OF_A_PATH, Patience
 from lightning_resilience._lightning import lightning_patches, lightning_progress, lightning_strategies
 from lightning_resilience.agreement import Agreement, neighbourhood, nodes_of
 from lightning_resilience.agreement_protocol import Event, Position
@@ -324,8 +324,7 @@ def from_rank_0(trainer: Trainer, make: Callable[[], _T], patience: Patience) ->
         try:
             return patience(make, whoami(trainer)), None
         except OSError as error:
-            is_in_the_way = isinstance(error, (FileNotFoundError, NotADirectoryError, PermissionError))
-            then = "look at that path" if is_in_the_way else "start again when the storage responds"
+            then = "look at that path" if error.errno in OF_A_PATH else "start again when the storage responds"
             return None, f"{whoami(trainer)}: {error}. Nothing was moved: {then}."
 
     made, problem = checkpoint_io.from_rank_zero(trainer.strategy, attempt)

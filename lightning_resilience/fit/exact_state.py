@@ -456,6 +456,8 @@ class ExactState:
             return
         if data.is_by_script:
             self._absent = None
+        if data.resized and is_first:
+            log.warning("Batches stay %s: a script that divides a batch of all ranks rounds it.", data.resized)
         if self._absent is not None:
             self._absent.begin()
             if is_first and self._absent.shrinks:
@@ -744,7 +746,7 @@ class ExactState:
         if self._recorder is not None:
             self._recorder.stop()
         self._leave_absent()
-        if self.left_out and self.fit.rank == 0:
+        if (self.left_out or self._global_batch == SHRINK) and self.fit.rank == 0:  # perhaps fewer than it had been
             step = self.fit.trainer.global_step
             self.fit.ledger.record(BatchesLeftOut(fit=self.fit.index, step=step, left_out=self.left_out))
 

@@ -7,12 +7,13 @@ import logging
 import os
 import sys
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.parameter import is_lazy
 
-from lightning_resilience._lightning import lightning_data, lightning_limits
+from lightning_resilience._lightning import lightning_limits
 from lightning_resilience.checkpoint import data_position, sharded
 from lightning_resilience.fit.context import FitContext
 from lightning_resilience.fit.exact_state import ExactState
@@ -37,6 +38,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_VARY = "data_vary"
+"""In a fingerprint: epochs have had different data."""
+_OF_DATA = "batch size", "training samples"
+"""Settings that the data loaders tell."""
+
 
 class FitIdentity:
     """Keeps the state of a fit from being loaded into another fit."""
@@ -49,7 +55,7 @@ class FitIdentity:
         """Whether the fit resumes from a checkpoint of its own."""
         self._fingerprint: dict[str, str] = {}
         self._optimizers: Settings | None = None
-        self._has_seen_data = False
+        self._data: Any = None  # the first of this fit
         self._has_compared: bool | None = None  # with the optimizers, or without
 
     def describe(self) -> None:
@@ -100,20 +106,21 @@ class FitIdentity:
     def check_data(self, loaders: list[Any]) -> None:
         """Raises if a finished fit had other training data: the script may run its fits in another order.
 
-        The first that a fit has: where they are made anew in an epoch they may be others.
+        Where they are made anew in an epoch, whether these are others is recorded: then nothing can be told from them.
         """
-        if self._has_seen_data or 0 < lightning_data.reloads_every(self.fit.trainer) <= self.fit.trainer.current_epoch:
+        if self._data is not None:
+            if self._data != data_position.describe_data(loaders, self._data):
+                self._record_varying()
             return
-        self._has_seen_data = True
         fingerprint = self.fit.from_rank_0(lambda: self.fit.folder.fingerprint or {})
-        data = data_position.describe_data(loaders, fingerprint.get("data"))
+        data = self._data = data_position.describe_data(loaders, fingerprint.get("data"))
         if "data" not in fingerprint:
 
             def record() -> None:
                 self.fit.folder.fingerprint = {**fingerprint, "data": data}
 
             self.fit.from_rank_0(record)
-        elif fingerprint["data"] != data:
+        elif fingerprint["data"] != data and _VARY not in fingerprint:
             if self.exact.resumed is not None and self.exact.resumed["final"] and self.outcome.finished_before():
                 raise AnotherFit(
                     f"{self.fit.folder.path} holds a finished fit with other training data. Fits are identified by "
@@ -122,6 +129,14 @@ class FitIdentity:
                 )
             if self.fit.trainer.is_global_zero:
                 log.warning("The training data have changed since this fit began: the resume is not exact.")
+
+    def _record_varying(self) -> None:
+        """In the midst of a fit: on rank 0, and no error of the storage ends it."""
+        if self.fit.rank == 0:
+            with suppress(OSError):
+                fingerprint = self.fit.folder.fingerprint
+                if fingerprint is not None and _VARY not in fingerprint:
+                    self.fit.folder.fingerprint = {**fingerprint, _VARY: True}
 
     def recorded_division(self) -> dict[str, Any] | None:
         """How the training data were divided among ranks at the last start; on rank 0."""
@@ -152,6 +167,8 @@ class FitIdentity:
 
         def compare() -> tuple[str, str | None]:
             before = self.fit.folder.settings or now
+            if _VARY in (self.fit.folder.fingerprint or {}):
+                before = {**before, **{name: now[name] for name in _OF_DATA}}
             of_optimizers = {name: value for name, value in before.items() if name.startswith("optimizer")}
             if not knows_optimizers:
                 now.update(of_optimizers)
@@ -199,9 +216,8 @@ class FitIdentity:
         found |= flat("module", getattr(self.fit.module, "hparams", None) or {})
         found |= flat("data", getattr(getattr(trainer, "datamodule", None), "hparams", None) or {})
         found |= self._optimizers or {}
-        if not lightning_data.reloads_every(trainer):  # else they may be others in each epoch
-            found["batch size"] = _one([size and int(size / share) for size in data_position.batch_sizes(loaders)])
-            found["training samples"] = _one([each["length"] for each in data])
+        sizes = [size and int(size / share) for size in data_position.batch_sizes(loaders)]
+        found |= dict(zip(_OF_DATA, (_one(sizes), _one([each["length"] for each in data])), strict=True))
         found |= {
             **flat("precision", trainer.precision),
             **flat("accumulate_grad_batches", self.exact.accumulates),

@@ -117,7 +117,9 @@ def _take_part(trainer: Trainer, line: Membership) -> None:
     elif line.is_without_some:
         if lightning_reentry.is_fit(trainer) and line.generation != line.started_in:
             # Nobody would be taken into it to its end.
-            _end_refused(line, "another fit begins, which needs the absent ranks", state="needs_all")
+            line.say("needs_all", "another fit begins, which needs the absent ranks")
+            line.await_restart(None)
+            os._exit(0)
         lightning_reentry.take_place(trainer, line.nodes, line.node)
 
 
@@ -186,9 +188,9 @@ def _begin(line: Membership, replacement: Replacement, trainer: Trainer) -> None
     lightning_reentry.take_place(trainer, line.nodes, line.node)
 
 
-def _end_refused(line: Membership, problem: str, state: str = "refused") -> NoReturn:
+def _end_refused(line: Membership, problem: str) -> NoReturn:
     """Ends this process, which can't be one of the next generation: the supervisor restarts all ranks."""
-    line.say(state, problem)
+    line.say("refused", problem)
     line.await_restart(ENDED_WITHIN_S)
     os._exit(0)
 
@@ -359,4 +361,5 @@ class Replaceability(Participant):
         line = self._line
         if has_state or line is None or line.generation == line.started_in or self._fit.index > 0:
             return  # later fits are not entered again
+        line.say_saved(is_usable=False)
         _end_refused(line, "no checkpoint that all ranks can verify")

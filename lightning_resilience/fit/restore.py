@@ -130,11 +130,11 @@ class Restorer:
 
     def _before_training_state(self) -> None:
         """Gives Lightning the checkpoint for loops and optimizers again; a search may have dropped it."""
-        self.identity.note_optimizers()
-        self.identity.check_settings(lightning_data.train_loaders(self.fit.trainer))  # that they were made from
         loaded = lightning_checkpoints.loaded_checkpoint(self.fit.trainer)
         if loaded and loaded is not self._checkpoint:
             return  # of a search, which restores its own
+        self.identity.note_optimizers()
+        self.identity.check_settings(lightning_data.train_loaders(self.fit.trainer))  # that they were made from
         if self._checkpoint is not None:
             if self._left_out:
                 left_out.complete_training_state(self.fit.trainer, self._checkpoint, self._left_out)

@@ -457,8 +457,10 @@ class StragglerReports(Participant):
 
     def _stop(self, event: Event) -> None:
         session = self.session
-        if session.saver.waits():
-            return  # a resume would not judge again what is saved now; the next report asks again
+        if session.saver.waits():  # a resume would not judge again what is saved now
+            if session.fit.rank == 0:
+                log.info("The run goes on until the next report: its last step was bad.")
+            return
         path = session.saver.save("straggler")
         if path is None:  # on all ranks
             if session.fit.rank == 0:

@@ -22,7 +22,7 @@ kind        from -> to                  meaning, and its other fields
                                         fit, to enter it again), ``waiting`` (at the door, to be taken into a
                                         generation), ``done``, ``needs_all`` (it begins another fit, and ranks are
                                         absent; ``reason``); ``generation``: in which
-``saved``   rank -> ``--elastic``       there is a state to go back to
+``saved``   rank -> ``--elastic``       there is a state to go back to; ``is_usable``: or none that all can verify
 ``stop``    ``--elastic`` -> rank       all ranks save and end; of several nodes, and SIGTERM follows
 ``replace`` ``--elastic`` -> rank       another generation begins: ``lost``: how each rank that was lost has ended;
                                         ``generation``: its number; ``port``: of its store; ``members``: who is in it;

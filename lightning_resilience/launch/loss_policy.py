@@ -35,6 +35,8 @@ from lightning_resilience.launch.newcomers import (
 )
 from lightning_resilience.run import deadlines, exit_codes
 
+_OVER = ("done", "needs_all")
+"""States of a rank whose fit has ended."""
 _POLL_S = 0.5
 _HEARD_WITHIN_S = 0.5
 _HEARD_POLL_S = 0.001
@@ -93,6 +95,7 @@ class LossPolicy:
         self._max_restarts = max_restarts
         self._term_timeout_s = term_timeout_s
         self._has_saved = False
+        self._is_for_all = False
         self._lost_at: float | None = None
         self._replacing_since: float | None = None
         self._in_fit_since = -math.inf  # in the present generation
@@ -116,7 +119,7 @@ class LossPolicy:
             fields: The same.
         """
         if kind == "saved":
-            self._has_saved = True
+            self._has_saved = bool(fields.get("is_usable", True))
         if kind == "state" and rank is not None and (member := self._life_of(rank)) is not None:
             member.says(fields)
             self._newcomers.group = max(self._newcomers.group, int(fields.get("group", 1)))
@@ -175,9 +178,10 @@ class LossPolicy:
             self._check_replacement(now, now - self._replacing_since)
         elif self._stop_asked:  # not while ranks are replaced: they could not save
             self._stop(now)
-        elif asks := next((each for each in self.members.values() if each.state == "needs_all"), None):
-            self._restart(now, asks.reason)
-        elif self._leaving and any(each.state in ("refused", "done") for each in self.members.values()):
+        elif self._need_all():
+            self._is_for_all = True
+            self._restart(now, next(each.reason for each in self.members.values() if each.state == "needs_all"))
+        elif self._leaving and any(each.state in ("refused", *_OVER) for each in self.members.values()):
             self.ask_to_stop()
             self._stop(now)
         elif self._leaving and self._are_in_fit():
@@ -203,7 +207,7 @@ class LossPolicy:
         self._ranks.send_signal(self._living(), signal.SIGTERM)
 
     def _look_after_newcomers(self, now: float) -> None:
-        if self._stop_asked or any(member.state == "done" for member in self.members.values()):
+        if self._stop_asked or any(member.state in _OVER for member in self.members.values()):
             self._newcomers.end(now)  # there is no fit any more that they could join
         since, within_s = self._in_fit_since, deadlines.IMPORTS_GO_ON_AFTER_S
         if self._replacing_since is not None:
@@ -211,6 +215,11 @@ class LossPolicy:
         self._newcomers.look_after(now, self.generation, self._next_restart, now >= since + within_s)
         if self._newcomers.later:
             self.wakes_at = min(self.wakes_at, max(now, since + within_s))
+
+    def _need_all(self) -> bool:
+        """Whether all that are left begin another fit: before, one of them may do something else alone."""
+        states = [each.state for each in self.members.values() if each.exit_code is None]
+        return bool(states) and all(state == "needs_all" for state in states)
 
     def _are_in_fit(self) -> bool:
         return all(each.state == "ready" and each.generation == self.generation for each in self.members.values())
@@ -239,7 +248,7 @@ class LossPolicy:
             self._ranks.close_old_store()
         if refusal := next((member for member in members if member.state == "refused"), None):
             self._restart(now, f"rank {refusal.rank} cannot go back: {refusal.reason}")
-        elif all(member.state in ("ready", "done") and member.generation == self.generation for member in members):
+        elif all(member.state in ("ready", *_OVER) and member.generation == self.generation for member in members):
             self._joining, self._replacing_since = set(), None
             self._in_fit_since = self.wakes_at = now
         elif self._are_too_late(seconds):
@@ -249,7 +258,7 @@ class LossPolicy:
         elif seconds > deadlines.SURVIVORS_LEAVE_WITHIN_S:
             for member in members:
                 is_behind = member.generation < self.generation
-                if member.exit_code is not None or (member.state == "done" and is_behind):
+                if member.exit_code is not None or (member.state in _OVER and is_behind):
                     return self._restart(now, f"rank {member.rank} has ended instead of joining the others")
                 if member.state == "ready" and is_behind:
                     return self._restart(now, f"rank {member.rank} has not left the fit within {seconds:.0f} s")
@@ -263,7 +272,7 @@ class LossPolicy:
     def _has_missed(self, member: Member) -> bool:
         """Whether a rank has ended its fit before it could hear that newcomers are taken in."""
         is_behind = member.generation < self.generation and member.rank not in self._joining
-        return member.state == "done" and is_behind and not member.exit_code
+        return member.state in _OVER and is_behind and not member.exit_code
 
     def _are_too_late(self, seconds: float) -> bool:
         """Whether all others have, and none of them can enter its fit again."""
@@ -494,7 +503,11 @@ class LossPolicy:
         self._newcomers.forget()
         port = self._ranks.open_store()
         self._ranks.close_old_store()
-        self._start_all(now, self._members_after_restart(), port)
+        members = self._members_after_restart()
+        if self._is_for_all:  # nobody was lost, and who begins it looks there whether it counts as a restart
+            self._is_for_all = False
+            self._ranks.record({}, self.generation, members, [])
+        self._start_all(now, members, port)
 
     def begin_with(self, now: float, members: list[int], port: int) -> None:
         """Begins with some of the ranks: there is a state to go on from, and the nodes of the others are away.

@@ -188,9 +188,9 @@ class Membership:
             self.is_stopping = True
             self.stop()
 
-    def say_saved(self) -> None:
-        """Tells the supervisor that there is a state to go back to; for any thread."""
-        self._channel.send("saved")
+    def say_saved(self, is_usable: bool = True) -> None:
+        """Tells the supervisor that there is a state to go back to, or none after all; for any thread."""
+        self._channel.send("saved", is_usable=is_usable)
 
     def _take(self, message: Message) -> None:
         if message.kind == "stop":
@@ -252,7 +252,7 @@ class Membership:
         self._settle(replacement)
         os.environ[JOINS_VARIABLE] = "1"
 
-    def await_restart(self, within_s: float) -> None:
+    def await_restart(self, within_s: float | None) -> None:
         """Returns when the supervisor restarts all ranks."""
         with self._news:
             self._news.wait_for(lambda: self._restarts, within_s)

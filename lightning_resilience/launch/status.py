@@ -244,7 +244,7 @@ def _row(number: int, each: dict[str, Any]) -> list[str]:
         or_dash(each["job_id"]) + (f".{each['restart_count']}" if each["restart_count"] else ""),
         node_range(each["nodes"]) or "-",
         timestamp(each["began"])[5:],
-        duration(each["last_seen"] - each["began"]),
+        duration(max(0.0, each["last_seen"] - each["began"])),
         f"{or_dash(each['step_before'])} -> {or_dash(each['step_after'])}",
         or_dash(each["starts"]),
         or_dash(each["ended"]),
