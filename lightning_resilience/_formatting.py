@@ -52,6 +52,11 @@ def fitted(head: Sequence[str], rows: Sequence[Sequence[str]], left_out_first: S
     return lines()
 
 
+def printable(line: str) -> str:
+    """A line without what a terminal would act on: names of files, and texts in them, may be anything."""
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in line)
+
+
 def time_ago(seconds: float) -> str:
     """How long ago something was: ``8.3 s ago``, ``3 h 20 min ago``, ``12 days ago``.
 

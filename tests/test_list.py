@@ -108,6 +108,13 @@ def test_damaged_and_foreign_folders_are_shown(tmp_path: Path, capsys: pytest.Ca
     assert "no run" in capsys.readouterr().out
 
 
+def test_names_are_shown_without_what_a_terminal_would_do(tmp_path: Path) -> None:
+    run_with(tmp_path / "a\n\x1b[31mb\u202ec", *HUNG)
+    text = list_runs(tmp_path)
+    assert "a\\n\\x1b[31mb\\u202ec" in text
+    assert len(text.splitlines()) == 2
+
+
 def test_a_folder_that_cannot_be_read_hides_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_with(tmp_path / "good", *HUNG)
     (tmp_path / "a" / "b").mkdir(parents=True)

@@ -34,6 +34,7 @@ from lightning_resilience.checkpoint.snapshot import ON_DEVICE_BYTES
 from lightning_resilience.fit import absent_ranks
 from lightning_resilience.fit.participant import Participant
 from lightning_resilience.fit.session import FitSession
+from lightning_resilience.launch import membership
 from lightning_resilience.run.events import Saved
 from lightning_resilience.run.history import read_history
 from lightning_resilience.run.interruptions import interruptions
@@ -484,7 +485,8 @@ class LocalSavePolicy(Participant):
         try:
             return cliques([each.node for each in self.locations], jump, options.replication_factor)
         except ValueError as error:
-            if options.replication is True:
+            line = membership.current()
+            if options.replication is True and (line is None or not line.is_without_some):  # others went on
                 raise
             if is_first:
                 log.warning("Local checkpoints have no copies on other nodes: %s.", error)

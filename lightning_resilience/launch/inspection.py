@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lightning_resilience._formatting import format_bytes, table
+from lightning_resilience._formatting import format_bytes, printable, table
 from lightning_resilience.checkpoint import shard
 from lightning_resilience.checkpoint.checkpoint_file import CorruptCheckpoint
 from lightning_resilience.checkpoint.generations import GENERATION_FOLDER, SHARD_SUFFIX
@@ -63,7 +63,7 @@ def inspect(path: str | os.PathLike[str], as_json: bool = False) -> tuple[str, b
     generations = [each for found in folders.values() for each in found]
     is_intact = problem is None and not (file and file.problem) and not any(each.bad for each in generations)
     if not as_json:
-        return "\n".join(map(_printable, lines if problem is None else [problem])), is_intact
+        return "\n".join(map(printable, lines if problem is None else [problem])), is_intact
     found = {
         "path": str(path),
         "is_intact": is_intact,
@@ -111,11 +111,6 @@ def _content_of_generation(each: _Generation) -> dict[str, Any]:
 def _summary(file: _ShardFile) -> dict[str, Any]:
     created = file.header and file.header.created
     return {"path": str(file.path), "size": file.size, "created": created, "problem": file.problem or None}
-
-
-def _printable(line: str) -> str:
-    """Names and texts in a damaged or foreign file may be anything, terminal commands included."""
-    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in line)
 
 
 def _reason(error: Exception) -> str:

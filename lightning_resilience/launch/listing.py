@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_resilience._files import make_directory, read_json, write_json
-from lightning_resilience._formatting import fitted, or_dash, shortened, time_ago
+from lightning_resilience._formatting import fitted, or_dash, printable, shortened, time_ago
 from lightning_resilience.launch.json_output import to_json
 from lightning_resilience.launch.schedulers import KINDS
 from lightning_resilience.launch.status import Standing, standing
@@ -247,7 +247,7 @@ def _text(folder: Path, runs: Sequence[dict[str, Any]], others: Sequence[Path], 
         lines.append(f"There is no run in {folder}, nor in the folders in it.")
     notes = [f"{_name(folder, each)} {each['problem']}" for each in runs if each["problem"]]
     if others:
-        names = [path.name for path in others]
+        names = [printable(path.name) for path in others]
         more = f" and {len(names) - _OTHERS_SHOWN} more" if len(names) > _OTHERS_SHOWN else ""
         notes.append(f"No runs in: {', '.join(names[:_OTHERS_SHOWN])}{more}")
     return lines + [shortened(note, min(width, _NOTE_LENGTH)) for note in notes]
@@ -255,7 +255,7 @@ def _text(folder: Path, runs: Sequence[dict[str, Any]], others: Sequence[Path], 
 
 def _name(folder: Path, each: dict[str, Any]) -> str:
     name = os.path.relpath(each["run_dir"], folder)
-    return os.path.basename(each["run_dir"]) if name == "." else name
+    return printable(os.path.basename(each["run_dir"]) if name == "." else name)
 
 
 def _row(folder: Path, each: dict[str, Any]) -> list[str]:
