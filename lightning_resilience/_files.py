@@ -28,10 +28,10 @@ T = TypeVar("T")
 PATIENCE_S = 60.0
 """For how long reads are tried again at a start before they fail it."""
 
-_LASTING = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP)
+_LASTING = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG)
 """Errors that waiting does not help against."""
-OF_A_PATH = (*_LASTING, errno.ENOENT, errno.EEXIST)
-"""Errors that say more about a path than about the storage; a server may have shown the last two by mistake."""
+OF_A_PATH = (*_LASTING, errno.ENOENT, errno.EEXIST, errno.ELOOP)
+"""Errors that say more about a path than about the storage, or that it shows that by mistake for a while."""
 _SAID_EVERY_S = 15.0
 _LONGEST_PAUSE_S = 2.0
 

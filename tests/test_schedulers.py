@@ -87,7 +87,8 @@ def test_another_scheduler_has_a_command(
     assert capsys.readouterr().out == "7\n"
     assert (tmp_path / "run" / "lsf" / "job.sbatch").read_text() == script
     assert lsf.asked == ["submit job.sbatch"]
-    assert cli.launch_settings(["--node-rank=lsf", "train.py"]).node_rank == 3
+    several = ["--nnodes=4", "--rdzv-endpoint=first:29500"]
+    assert cli.launch_settings([*several, "--node-rank=lsf", "train.py"]).node_rank == 3
 
 
 def test_another_scheduler_requeues_its_jobs(lsf: Lsf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

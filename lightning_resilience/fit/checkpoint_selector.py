@@ -517,10 +517,13 @@ class CheckpointSelector:
         seen = path / checkpoint_file.MARKER if is_directory else path  # by rank 0
         seen.stat()
         try:
-            return resume.verify(path, {"fit": fit.index, "step": resume.step_of(path)}, of_mine), None
+            stamp, step = resume.verify(path, {"fit": fit.index}, of_mine), resume.step_of(path)
         except checkpoint_file.CorruptCheckpoint as error:
             seen.stat()  # raises if it is gone: not corrupt
             return None, str(error)
+        if (its := stamp.metadata.get("step", step)) != step:
+            return None, str(checkpoint_file.corrupt(path, f"its step is {its!r}, not {step}"))
+        return stamp, None
 
     def _try(self, read: Callable[[], tuple[_T, str | None]]) -> tuple[_T, dict[int, str]]:
         """Reads a checkpoint on all ranks.

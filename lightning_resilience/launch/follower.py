@@ -186,7 +186,8 @@ class Follower:
             try:
                 line = join(endpoint, known, node_rank, self._count, self._is_over, within_s, self._process)
             except (FirstNodeLost, OSError) as error:
-                log_line(f"No ranks are started on {node_name()}: {error}.")
+                why = "the supervisor of the first node has ended" if self._is_given_up() else error
+                log_line(f"No ranks are started on {node_name()}: {why}.")
                 return 1
             if (code := self._follow(line)) is not None or self._has_stopped:
                 return 1 if code is None else code
