@@ -458,7 +458,10 @@ class FitSession:
                 return self.replaceability.end()
             except _Rollback as rollback:
                 choice = rollback.choice
-            except (signals.Interrupted, StaleAttempt):
+            except signals.Interrupted:
+                self.replaceability.end()  # who comes back now comes too late
+                raise
+            except StaleAttempt:
                 raise
             except BaseException as error:
                 if os.getpid() == self._pid and not self.replaceability.is_loss(error):
