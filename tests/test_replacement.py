@@ -35,7 +35,7 @@ from lightning.pytorch.callbacks import EarlyStopping, StochasticWeightAveraging
 from lightning.pytorch.cli import SaveConfigCallback
 from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
 
-from lightning_resilience import AutoResume, FaultTolerance, NaNGuard, _torch
+from lightning_resilience import AutoResume, FaultTolerance, Interrupted, NaNGuard, _torch
 from lightning_resilience._lightning import lightning_reentry
 from lightning_resilience.agreement_protocol import PeerLost
 from lightning_resilience.detect.hangs import watchdog
@@ -88,6 +88,12 @@ def test_a_rank_learns_of_a_loss_when_its_group_is_cut(ends: tuple[Membership, C
         {"state": "left", "generation": 3, "reason": "", "fewer": None, "tasks": "", "group": 1, "has_trained": False},
     )
     assert line.replacement() is None
+    assert not line.is_start
+    end.send("replace", generation=4, port=4712, lost={}, members=[0], is_start=True)
+    started = line.replacement(5.0)
+    assert started is not None
+    line.begin(started)
+    assert line.is_start, "as all are that are in it"
 
 
 @pytest.mark.parametrize(("rank", "does"), [(0, "asks"), (1, "expects")])
@@ -285,6 +291,20 @@ def test_where_no_trainer_knows_of_the_package_that_is_the_reason() -> None:
     assert "is not installed" in str(own.why_not())
     own._is_installed = True
     assert own.why_not() == "the script has opened the process group itself"
+
+
+def test_who_waits_for_a_restart_before_another_fit_can_be_stopped(
+    ends: tuple[Membership, Channel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    line, end = ends
+    monkeypatch.setattr(reentry.lightning_reentry, "is_fit", lambda trainer: True)
+    line.slots, line.members, line.is_start = (0, 1), (0,), False
+    end.send("stop")
+    with pytest.raises(Interrupted, match="before a fit that needs the absent ranks"):
+        reentry._take_part(MagicMock(), line)
+    said = end.receive()
+    assert said is not None
+    assert said.fields["state"] == "needs_all"
 
 
 def test_what_was_computed_since_an_abort_is_not_published(backends: dict[str, Backend]) -> None:

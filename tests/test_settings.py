@@ -186,13 +186,20 @@ def test_what_each_epoch_has_anew_and_optimizers_that_need_the_data(
             assert self.trainer.estimated_stepping_batches
             return torch.optim.SGD(self.parameters(), self.lr)
 
-    def fit(lr: float = 0.1, stops_at: int = -1, size: int | None = None, name: str = "run", reload: int = 1) -> str:
+    def fit(
+        lr: float = 0.1,
+        stops_at: int = -1,
+        size: int | None = None,
+        name: str = "run",
+        reload: int = 1,
+        epochs: int = 3,
+    ) -> str:
         context.fits_begun.clear()
         caplog.clear()
         quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
         quiet |= {"accelerator": "cpu", "default_root_dir": tmp_path, "reload_dataloaders_every_n_epochs": reload}
         callbacks = [LearningRateFinder(num_training_steps=5), AutoResume(tmp_path / name, every_n_train_steps=1)]
-        trainer = L.Trainer(max_epochs=3, callbacks=callbacks[name == "run" :], **quiet)
+        trainer = L.Trainer(max_epochs=epochs, callbacks=callbacks[name != "search" :], **quiet)
         with contextlib.suppress(SystemExit, KeyboardInterrupt):
             trainer.fit(Model(lr, stops_at, size))
         return "".join(each.getMessage() for each in caplog.records if "hanged since" in each.getMessage())
@@ -207,6 +214,9 @@ def test_what_each_epoch_has_anew_and_optimizers_that_need_the_data(
     assert outcome is not None
     assert outcome.status == "finished"
     assert fit(lr=0.2) == ""
+    for _ in range(2):  # no process has seen two of its epochs
+        assert fit(name="short", epochs=1) == ""
+    assert fit(name="short", epochs=2).endswith("this fit: max_epochs 1 -> 2.")
     for reload in (1, 0, 1):
         assert fit(size=12, reload=reload, name="search") == ""
     with pytest.raises(AnotherFit, match="other training data"):

@@ -746,7 +746,8 @@ class ExactState:
         if self._recorder is not None:
             self._recorder.stop()
         self._leave_absent()
-        if (self.left_out or self._global_batch == SHRINK) and self.fit.rank == 0:  # perhaps fewer than it had been
+        has_fewer = self._global_batch == SHRINK and self.resumed is not None  # perhaps: the fit has gone back
+        if (self.left_out or has_fewer) and self.fit.rank == 0:
             step = self.fit.trainer.global_step
             self.fit.ledger.record(BatchesLeftOut(fit=self.fit.index, step=step, left_out=self.left_out))
 

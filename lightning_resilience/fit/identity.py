@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.parameter import is_lazy
 
-from lightning_resilience._lightning import lightning_limits
+from lightning_resilience._lightning import lightning_data, lightning_limits
 from lightning_resilience.checkpoint import data_position, sharded
 from lightning_resilience.fit.context import FitContext
 from lightning_resilience.fit.exact_state import ExactState
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _VARY = "data_vary"
-"""In a fingerprint: epochs have had different data."""
+"""In a fingerprint: whether epochs have had different data, as far as two of them were seen."""
 _OF_DATA = "batch size", "training samples"
 """Settings that the data loaders tell."""
 
@@ -56,6 +56,7 @@ class FitIdentity:
         self._fingerprint: dict[str, str] = {}
         self._optimizers: Settings | None = None
         self._data: Any = None  # the first of this fit
+        self._recorded_vary: bool | None = None
         self._has_compared: bool | None = None  # with the optimizers, or without
 
     def describe(self) -> None:
@@ -106,11 +107,10 @@ class FitIdentity:
     def check_data(self, loaders: list[Any]) -> None:
         """Raises if a finished fit had other training data: the script may run its fits in another order.
 
-        Where they are made anew in an epoch, whether these are others is recorded: then nothing can be told from them.
+        Where each epoch makes them anew, whether these are others is recorded: only if not, they tell something.
         """
         if self._data is not None:
-            if self._data != data_position.describe_data(loaders, self._data):
-                self._record_varying()
+            self._record_whether_they_vary(loaders)
             return
         fingerprint = self.fit.from_rank_0(lambda: self.fit.folder.fingerprint or {})
         data = self._data = data_position.describe_data(loaders, fingerprint.get("data"))
@@ -120,7 +120,7 @@ class FitIdentity:
                 self.fit.folder.fingerprint = {**fingerprint, "data": data}
 
             self.fit.from_rank_0(record)
-        elif fingerprint["data"] != data and _VARY not in fingerprint:
+        elif fingerprint["data"] != data and self._are_comparable(fingerprint):
             if self.exact.resumed is not None and self.exact.resumed["final"] and self.outcome.finished_before():
                 raise AnotherFit(
                     f"{self.fit.folder.path} holds a finished fit with other training data. Fits are identified by "
@@ -130,13 +130,21 @@ class FitIdentity:
             if self.fit.trainer.is_global_zero:
                 log.warning("The training data have changed since this fit began: the resume is not exact.")
 
-    def _record_varying(self) -> None:
+    def _are_comparable(self, fingerprint: dict[str, Any]) -> bool:
+        """Whether the loaders of now are those of the epoch that was recorded, or as good."""
+        reloads, varies = lightning_data.reloads_every(self.fit.trainer), fingerprint.get(_VARY)
+        return varies is not True and (not reloads or self.fit.trainer.current_epoch < reloads or varies is False)
+
+    def _record_whether_they_vary(self, loaders: list[Any]) -> None:
         """In the midst of a fit: on rank 0, and no error of the storage ends it."""
-        if self.fit.rank == 0:
-            with suppress(OSError):
-                fingerprint = self.fit.folder.fingerprint
-                if fingerprint is not None and _VARY not in fingerprint:
-                    self.fit.folder.fingerprint = {**fingerprint, _VARY: True}
+        varies = self._data != data_position.describe_data(loaders, self._data)
+        if self.fit.rank > 0 or self._recorded_vary in (True, varies):
+            return
+        self._recorded_vary = varies
+        with suppress(OSError):
+            fingerprint = self.fit.folder.fingerprint
+            if fingerprint is not None and fingerprint.get(_VARY) not in (True, varies):
+                self.fit.folder.fingerprint = {**fingerprint, _VARY: varies}
 
     def recorded_division(self) -> dict[str, Any] | None:
         """How the training data were divided among ranks at the last start; on rank 0."""
@@ -166,9 +174,10 @@ class FitIdentity:
         now = self._settings(loaders)
 
         def compare() -> tuple[str, str | None]:
-            before = self.fit.folder.settings or now
-            if _VARY in (self.fit.folder.fingerprint or {}):
-                before = {**before, **{name: now[name] for name in _OF_DATA}}
+            of_data = {name: now[name] for name in _OF_DATA}
+            before = {**of_data, **(self.fit.folder.settings or now)}
+            if not self._are_comparable(self.fit.folder.fingerprint or {}):
+                before |= of_data
             of_optimizers = {name: value for name, value in before.items() if name.startswith("optimizer")}
             if not knows_optimizers:
                 now.update(of_optimizers)

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch.distributed as dist
 
+from lightning_resilience import signals
 from lightning_resilience._lightning import (
     lightning_callbacks,
     lightning_loggers,
@@ -52,6 +53,8 @@ if TYPE_CHECKING:
     from lightning_resilience.fit.session import FitSession
 
 log = logging.getLogger(__name__)
+
+_POLL_S = 0.5
 
 _runs: list[bool] = []
 """For every run of a Trainer that this process has begun, whether it has ended."""
@@ -115,10 +118,12 @@ def _take_part(trainer: Trainer, line: Membership) -> None:
     if line.is_at_door:
         _begin(line, _admission(line), trainer)
     elif line.is_without_some:
-        if lightning_reentry.is_fit(trainer) and line.generation != line.started_in:
+        if lightning_reentry.is_fit(trainer) and not line.is_start:  # alike on all
             # Nobody would be taken into it to its end.
             line.say("needs_all", "another fit begins, which needs the absent ranks")
-            line.await_restart(None)
+            while not line.await_restart(_POLL_S):
+                if line.is_stopping or ((listener := signals.installed()) is not None and listener.received):
+                    raise signals.Interrupted("interrupted before a fit that needs the absent ranks")
             os._exit(0)
         lightning_reentry.take_place(trainer, line.nodes, line.node)
 

@@ -26,7 +26,8 @@ kind        from -> to                  meaning, and its other fields
 ``stop``    ``--elastic`` -> rank       all ranks save and end; of several nodes, and SIGTERM follows
 ``replace`` ``--elastic`` -> rank       another generation begins: ``lost``: how each rank that was lost has ended;
                                         ``generation``: its number; ``port``: of its store; ``members``: who is in it;
-                                        ``together``: whether all leave the present one at a boundary that they agree on
+                                        ``together``: whether all leave the present one at a boundary that they agree
+                                        on; ``is_start``: whether all were started for it
 ``restart`` ``--elastic`` -> rank       all ranks are ended and started again
 =========== =========================== =======================================================================
 

@@ -526,7 +526,7 @@ class LossPolicy:
         self._ranks.start(members, self.generation, is_newcomer=is_without)
         if is_without:
             change = {"generation": self.generation, "port": port, "lost": {}, "members": members, "together": False}
-            self._ranks.tell(members, "replace", **change)
+            self._ranks.tell(members, "replace", **change, is_start=True)
             self._replacing_since = now
             self._newcomers.start([slot for slot in self._slots if slot not in members], self.generation, now)
 

@@ -46,12 +46,14 @@ class Replacement:
         port: Of its store.
         lost: The slots of the ranks that were lost, and how each has ended; none: ranks come back.
         members: The slots of those that are in it, in the order of their ranks.
+        is_start: Whether all of them are started for it.
     """
 
     generation: int
     port: int
     lost: dict[int, str]
     members: tuple[int, ...]
+    is_start: bool = False
 
     def __str__(self) -> str:
         return ", ".join(f"rank {rank} ({how})" for rank, how in sorted(self.lost.items()))
@@ -70,6 +72,7 @@ class Membership:
         slot: The slot of this process.
         slots: Those of all ranks.
         members: Those of the ranks of its generation, in their order.
+        is_start: Whether all of them were started for it.
         cut: Called in the thread of the channel when a rank was lost: frees a main thread that waits for it.
         leave_together: Called in the thread of the channel when ranks come back: has all leave the fit at one boundary.
             They are cut if they are not there in time, and at once where it is ``None``.
@@ -81,6 +84,7 @@ class Membership:
 
     def __init__(self, channel: Channel, generation: int) -> None:
         self.generation = self.started_in = generation
+        self.is_start = True
         self.slot = int(os.environ.get("RANK", "0"))
         self.slots = self.members = tuple(range(int(os.environ.get("WORLD_SIZE", "1"))))
         self._on_a_node = int(os.environ.get("LOCAL_WORLD_SIZE", str(len(self.slots))))
@@ -209,7 +213,9 @@ class Membership:
                 lost = {} if self._replacement is None else self._replacement.lost  # of a generation that none begins
                 lost = lost | {int(rank): str(how) for rank, how in message.fields["lost"].items()}
                 members = tuple(message.fields["members"])
-                self._replacement = Replacement(message.fields["generation"], message.fields["port"], lost, members)
+                generation, port = message.fields["generation"], message.fields["port"]
+                is_start = bool(message.fields.get("is_start", False))
+                self._replacement = Replacement(generation, port, lost, members, is_start)
             else:
                 self._restarts = True
             self._news.notify_all()
@@ -246,16 +252,17 @@ class Membership:
             if self._replacement == replacement:
                 self._replacement = None
             self.generation, self.leave_together = replacement.generation, None
+            self.is_start = replacement.is_start
 
     def step_back(self, replacement: Replacement) -> None:
         """This process is in no generation from now on, since others of its group are lost: it goes to the door."""
         self._settle(replacement)
         os.environ[JOINS_VARIABLE] = "1"
 
-    def await_restart(self, within_s: float | None) -> None:
-        """Returns when the supervisor restarts all ranks."""
+    def await_restart(self, within_s: float) -> bool:
+        """Returns when the supervisor restarts all ranks; whether it does."""
         with self._news:
-            self._news.wait_for(lambda: self._restarts, within_s)
+            return self._news.wait_for(lambda: self._restarts, within_s)
 
     def replacement_behind(self, error: Exception) -> Replacement | None:
         """The replacement that is due if ``error`` may come from the loss of a rank; ``None`` if it is the user's own.
