@@ -57,7 +57,7 @@ class FitIdentity:
         self._optimizers: Settings | None = None
         self._data: Any = None  # the first of this fit
         self._recorded_vary: bool | None = None
-        self._has_compared: bool | None = None  # with the optimizers, or without
+        self._has_compared = False
 
     def describe(self) -> None:
         """Records the parameters, before the strategy shards them or changes their types."""
@@ -100,9 +100,14 @@ class FitIdentity:
         return problems
 
     def note_optimizers(self) -> None:
-        """Records the optimizers' settings as the script creates them, before a checkpoint replaces them."""
-        if self._optimizers is None and self.fit.trainer.optimizers:
+        """Records the optimizers' settings as the script creates them, before a checkpoint or a search replaces them."""
+        if self._optimizers is None:
             self._optimizers = _settings_of_optimizers(self.fit.trainer)
+
+    @property
+    def knows_optimizers(self) -> bool:
+        """Whether they are recorded: there are none yet where they need the training data."""
+        return self._optimizers is not None
 
     def check_data(self, loaders: list[Any]) -> None:
         """Raises if a finished fit had other training data: the script may run its fits in another order.
@@ -163,14 +168,10 @@ class FitIdentity:
         self.fit.from_rank_0(record)
 
     def check_settings(self, loaders: list[Any]) -> None:
-        """Logs changed settings; raises if a finished fit had others.
-
-        Once; and again when there are optimizers, where these need the data.
-        """
-        knows_optimizers = self._optimizers is not None
-        if not loaders or self._has_compared in (True, knows_optimizers):
+        """Logs changed settings; raises if a finished fit had others. Once: an epoch may have other loaders."""
+        if self._has_compared:
             return
-        is_again, self._has_compared = self._has_compared is not None, knows_optimizers
+        self._has_compared = True
         now = self._settings(loaders)
 
         def compare() -> tuple[str, str | None]:
@@ -178,11 +179,6 @@ class FitIdentity:
             before = {**of_data, **(self.fit.folder.settings or now)}
             if not self._are_comparable(self.fit.folder.fingerprint or {}):
                 before |= of_data
-            of_optimizers = {name: value for name, value in before.items() if name.startswith("optimizer")}
-            if not knows_optimizers:
-                now.update(of_optimizers)
-            elif is_again and not of_optimizers:  # of the first start
-                before = now
             found = changes(before, now)
             if is_another_fit(found) and self._would_replace_another():
                 return "", (

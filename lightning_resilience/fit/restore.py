@@ -57,7 +57,6 @@ class Restorer:
         if self.fit.from_rank_0(lambda: explicit is None or self.selector.is_of_failed_step(explicit)):
             explicit = None
         self.explicit = explicit
-        self.identity.note_optimizers()  # a strategy may restore them with the weights
         self.restore_from(self.selector.choose(explicit), weights_only)
 
     def restore_from(self, choice: Choice | None, weights_only: bool | None = None) -> None:
@@ -133,8 +132,8 @@ class Restorer:
         loaded = lightning_checkpoints.loaded_checkpoint(self.fit.trainer)
         if loaded and loaded is not self._checkpoint:
             return  # of a search, which restores its own
-        self.identity.note_optimizers()
-        self.identity.check_settings(lightning_data.train_loaders(self.fit.trainer))  # that they were made from
+        self.identity.note_optimizers()  # of a strategy that makes them in a way of its own
+        self.check_settings()
         if self._checkpoint is not None:
             if self._left_out:
                 left_out.complete_training_state(self.fit.trainer, self._checkpoint, self._left_out)
@@ -142,6 +141,13 @@ class Restorer:
             self._checkpoint = None
             pruning.mask(self.fit.module, self._masks)  # optimizers exist, and DDP has wrapped it
             self._masks = {}
+
+    def check_settings(self) -> None:
+        """Compares the settings when there are optimizers and training data, whichever come last."""
+        loaders = lightning_data.train_loaders(self.fit.trainer)
+        if loaders and self.identity.knows_optimizers:
+            self.identity.check_settings(loaders)
+            self.selector.settings_are_accepted()
 
     def _record_outputs(self) -> None:
         now = outputs.record(self.fit.trainer, self.fit.run_id)

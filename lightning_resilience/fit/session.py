@@ -164,8 +164,7 @@ class FitSession:
         for before_training_data in self.fit.participants.implement(Participant.before_training_data):
             before_training_data(loaders)
         self._identity.check_data(loaders)
-        self._identity.check_settings(loaders)
-        self.selector.settings_are_accepted()
+        self._restorer.check_settings()
         if self.fit.trainer.is_global_zero:
             for reason in data_position.inexact_loaders(loaders, self.exact.workers.are_kept(loaders)):
                 log.warning("A resume may not be exact: %s", reason)

@@ -127,9 +127,10 @@ class StopOnSignal(Participant):
             if is_bad:
                 saved = "nothing was saved, for the last step was bad: a resume begins before it"
             then = "Run the same command again to go on."
-            if not resumes:
+            if not resumes and is_bad:
+                then = "Without AutoResume it begins anew."
+            elif not resumes:
                 then = "Without AutoResume nothing goes on from it by itself: give it to fit(ckpt_path=...)."
-                then = "Without AutoResume it begins anew." if is_bad else then
             log.info("Stopped at step %d because of %s; %s. %s", step, reason, saved, then)
             if event.payload["requeue"]:
                 _requeue()
