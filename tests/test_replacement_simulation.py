@@ -1099,7 +1099,7 @@ class Simulation:
         # Which boundary it is, all have compared.
         if len(set(self.collective(process, "resumed", (process.global_step, process.state)).values())) > 1:
             raise Violation("ranks resume from different boundaries")
-        is_refused = self.schedule.refuses == process.slot and process.generation > process.line.started_in
+        is_refused = self.schedule.refuses == process.slot and not process.line.is_start
         session.why_not = "of the test" if is_refused else None
         process.was_disturbed |= is_refused
         replaceability.begin(session)

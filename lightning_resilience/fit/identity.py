@@ -100,7 +100,7 @@ class FitIdentity:
         return problems
 
     def note_optimizers(self) -> None:
-        """Records the optimizers' settings as the script creates them, before a checkpoint or a search replaces them."""
+        """Records the optimizers' settings as the script creates them, before a checkpoint or a search changes them."""
         if self._optimizers is None:
             self._optimizers = _settings_of_optimizers(self.fit.trainer)
 

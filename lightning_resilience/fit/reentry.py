@@ -364,7 +364,7 @@ class Replaceability(Participant):
             has_state: Whether the ranks have found a checkpoint.
         """
         line = self._line
-        if has_state or line is None or line.generation == line.started_in or self._fit.index > 0:
+        if has_state or line is None or line.is_start or self._fit.index > 0:
             return  # later fits are not entered again
         line.say_saved(is_usable=False)
         _end_refused(line, "no checkpoint that all ranks can verify")

@@ -68,7 +68,6 @@ class Membership:
 
     Attributes:
         generation: The generation in which this process is.
-        started_in: The generation that it was started for.
         slot: The slot of this process.
         slots: Those of all ranks.
         members: Those of the ranks of its generation, in their order.
@@ -83,8 +82,7 @@ class Membership:
     """
 
     def __init__(self, channel: Channel, generation: int) -> None:
-        self.generation = self.started_in = generation
-        self.is_start = True
+        self.generation, self.is_start = generation, True
         self.slot = int(os.environ.get("RANK", "0"))
         self.slots = self.members = tuple(range(int(os.environ.get("WORLD_SIZE", "1"))))
         self._on_a_node = int(os.environ.get("LOCAL_WORLD_SIZE", str(len(self.slots))))
