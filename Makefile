@@ -77,10 +77,11 @@ test-versions: $(VERSIONS)/oldest/.ready $(VERSIONS)/newest/.ready ## Run the co
 		PATH=$(CURDIR)/$$bin:$$PATH $$bin/python -m pytest -n 3 --dist worksteal -m 'not campaign and not slurm' -k 'not GPU' -rfs $(CORE_TESTS:%=tests/test_%.py) $(AND_TESTS) || exit 1; \
 	done
 
-check: $(READY) ## Check style and types
+check: $(READY) ## Check style and types, the number of lines, and that all guards have their tests
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
+	$(BIN)/python -m pytest -m '' tests/test_line_budget.py tests/test_mutations.py
 
 bench: $(READY) ## Measure what a healthy training step pays
 	@$(BIN)/python benchmarks/overhead.py

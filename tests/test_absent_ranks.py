@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import lightning.pytorch as L
 import pytest
@@ -25,6 +26,7 @@ from lightning_resilience._lightning import lightning_metrics, lightning_micro_b
 from lightning_resilience._lightning.lightning_micro_batches import Division, TrainingData
 from lightning_resilience._lightning.lightning_patches import Patches
 from lightning_resilience.checkpoint import checkpoint_file, data_position
+from lightning_resilience.fit.exact_state import ExactState
 from lightning_resilience.run.settings import (
     GLOBAL_BATCH_VARIABLE,
     IF_CHANGED,
@@ -277,6 +279,25 @@ def prepared() -> Callable[..., TrainingData]:
 
 
 OF_TWO: dict[str, Any] = {"ranks": range(1), "among": 4, "before": 2, "share": Fraction(1, 2)}
+
+
+@pytest.mark.parametrize(
+    ("resumed", "left_out", "recorded"),
+    [
+        pytest.param({}, 7, [7], id="left out"),
+        pytest.param({}, 0, [0], id="trained on after all: it has gone back"),
+        pytest.param(None, 0, [], id="not known: it has not begun"),
+    ],
+)
+def test_how_many_batches_are_left_out_is_recorded(
+    resumed: dict[str, Any] | None, left_out: int, recorded: list[int]
+) -> None:
+    state: Any = ExactState.__new__(ExactState)
+    state._recorder = state._absent = None
+    state._global_batch, state.resumed, state._left_out = "shrink", resumed, left_out
+    state.fit = MagicMock(rank=0)
+    state.stop()
+    assert [call.args[0].left_out for call in state.fit.ledger.record.call_args_list] == recorded
 
 
 def test_either_all_loaders_are_divided_or_none(prepared: Callable[..., TrainingData]) -> None:

@@ -641,8 +641,10 @@ def test_the_run_directory_of_the_callbacks_is_one_however_it_is_written(tmp_pat
     callbacks: list[L.Callback] = [Preemption(run_dir=spellings[0]), *(AutoResume(run_dir=each) for each in spellings)]
     assert joining._own_run_dir(L.Trainer(callbacks=callbacks, logger=False)) == "~/run"
     callbacks[0] = Preemption(run_dir=tmp_path)
-    with pytest.raises(ValueError, match="must share one run_dir"):
+    callbacks.append(AutoResume(run_dir=spellings[0]))
+    with pytest.raises(ValueError, match="must share one run_dir") as refused:
         joining._own_run_dir(L.Trainer(callbacks=callbacks, logger=False))
+    assert str(refused.value).count("'~/run'") == 1
 
 
 @pytest.mark.slow

@@ -16,18 +16,18 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "lightning_resilience"
 
 BUDGET = {
-    ".": 3292,
-    "_lightning": 2069,
-    "callbacks": 539,
-    "checkpoint": 5120,
+    ".": 3300,
+    "_lightning": 2136,
+    "callbacks": 548,
+    "checkpoint": 5129,
     "contrib": 225,
     "detect": 314,
     "detect/hangs": 2546,
     "detect/numerics": 858,
     "detect/stragglers": 372,
     "elastic": 515,
-    "fit": 7764,
-    "launch": 9347,
+    "fit": 7855,
+    "launch": 9383,
     "launch/schedulers": 511,
     "run": 3218,
 }

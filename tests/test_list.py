@@ -115,6 +115,12 @@ def test_names_are_shown_without_what_a_terminal_would_do(tmp_path: Path) -> Non
     assert len(text.splitlines()) == 2
 
 
+def test_a_watch_needs_time_between_two_looks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["watch", "--interval=0", str(run_with(tmp_path / "run", *HUNG))])
+    assert "'0' is not a number of seconds above 0" in capsys.readouterr().err
+
+
 def test_a_folder_that_cannot_be_read_hides_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_with(tmp_path / "good", *HUNG)
     (tmp_path / "a" / "b").mkdir(parents=True)

@@ -22,7 +22,7 @@ from lightning_resilience import _files
 from lightning_resilience._files import Patience
 from lightning_resilience._lightning.lightning_strategies import StrategyTraits
 from lightning_resilience.checkpoint import checkpoint_file, resume, shard
-from lightning_resilience.fit import checkpoint_selector
+from lightning_resilience.fit import checkpoint_selector, context
 from lightning_resilience.fit.context import FitContext
 from lightning_resilience.run.run_directory import FitDirectory, RunDirectory, StorageFails
 from tests.harness import Ranks, result, run
@@ -366,3 +366,17 @@ def test_a_file_that_another_one_has_replaced_meanwhile_is_verified_by_who_loads
 
     monkeypatch.setattr(checkpoint_file, "load", load)
     assert job.start() == [10] * 3
+
+
+@pytest.mark.parametrize(
+    ("number", "then"),
+    [(errno.EIO, "start again when the storage responds"), (errno.EEXIST, "look at that path")],
+)
+def test_what_to_do_depends_on_what_failed(monkeypatch: pytest.MonkeyPatch, number: int, then: str) -> None:
+    def make() -> None:
+        raise OSError(number, os.strerror(number), "run")
+
+    monkeypatch.setattr(context.checkpoint_io, "from_rank_zero", lambda strategy, attempt: attempt())
+    trainer: Any = SimpleNamespace(global_rank=0, strategy=None)
+    with pytest.raises(StorageFails, match=f"'run'. Nothing was moved: {then}"):
+        context.from_rank_0(trainer, make, lambda action, who: action())  # type: ignore[arg-type]
