@@ -155,9 +155,11 @@ def test_a_file_of_settings_that_was_edited_is_known(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("needs_data", [True, False])
 def test_what_each_epoch_has_anew_and_optimizers_that_need_the_data(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, needs_data: bool
 ) -> None:
+    """Optimizers that need the data have them made before the checkpoint is restored: always those of epoch 0."""
     import lightning.pytorch as L
     import torch
     from lightning.pytorch.callbacks import LearningRateFinder
@@ -182,9 +184,12 @@ def test_what_each_epoch_has_anew_and_optimizers_that_need_the_data(
                 raise KeyboardInterrupt
             return self.layer(batch[0]).sum()
 
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            assert self.trainer.estimated_stepping_batches
-            return torch.optim.SGD(self.parameters(), self.lr)
+        def configure_optimizers(self) -> Any:
+            assert not needs_data or self.trainer.estimated_stepping_batches
+            optimizer = torch.optim.SGD(self.parameters(), self.lr)
+            if self.size is None:
+                return optimizer
+            return [optimizer], [torch.optim.lr_scheduler.OneCycleLR(optimizer, self.lr, 1000)]
 
     def fit(
         lr: float = 0.1,
@@ -198,7 +203,10 @@ def test_what_each_epoch_has_anew_and_optimizers_that_need_the_data(
         caplog.clear()
         quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
         quiet |= {"accelerator": "cpu", "default_root_dir": tmp_path, "reload_dataloaders_every_n_epochs": reload}
-        callbacks = [LearningRateFinder(num_training_steps=5), AutoResume(tmp_path / name, every_n_train_steps=1)]
+        callbacks = [
+            LearningRateFinder(num_training_steps=20, early_stop_threshold=None),
+            AutoResume(tmp_path / name, every_n_train_steps=1),
+        ]
         trainer = L.Trainer(max_epochs=epochs, callbacks=callbacks[name != "search" :], **quiet)
         with contextlib.suppress(SystemExit, KeyboardInterrupt):
             trainer.fit(Model(lr, stops_at, size))
@@ -217,10 +225,12 @@ def test_what_each_epoch_has_anew_and_optimizers_that_need_the_data(
     for _ in range(2):  # no process has seen two of its epochs
         assert fit(name="short", epochs=1) == ""
     assert fit(name="short", epochs=2).endswith("this fit: max_epochs 1 -> 2.")
+    assert fit(size=8, stops_at=1, reload=0, name="once") == ""
+    assert "optimizer.max_lr 0.1 -> 0.2" in fit(lr=0.2, size=8, reload=0, name="once")
     for reload in (1, 0, 1):
-        assert fit(size=12, reload=reload, name="search") == ""
+        assert fit(size=80, reload=reload, epochs=1, name="search") == ""
     with pytest.raises(AnotherFit, match="other training data"):
-        fit(size=16, name="search")
+        fit(size=84, reload=0, epochs=1, name="search")
     with pytest.raises(AnotherFit, match=r"optimizer\.lr 0\.2 -> 0\.3"):
         fit(lr=0.3)
 

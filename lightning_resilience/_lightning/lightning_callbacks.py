@@ -137,6 +137,11 @@ def found_by_searches(trainer: Trainer) -> dict[str, Any]:
     return found
 
 
+def finds_learning_rates(trainer: Trainer) -> bool:
+    """Whether the optimizers' learning rates are those that a ``LearningRateFinder`` finds, and not the script's."""
+    return any(hasattr(finder, "optimal_lr") for finder, _, _ in _searches(trainer))
+
+
 def skip_searches(trainer: Trainer, patches: Patches, found: dict[str, Any]) -> None:
     """Sets what the finders of a resumed fit have found at its beginning, and skips their searches.
 

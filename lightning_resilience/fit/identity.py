@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.parameter import is_lazy
 
-from lightning_resilience._lightning import lightning_data, lightning_limits
+from lightning_resilience._lightning import lightning_callbacks, lightning_data, lightning_limits
 from lightning_resilience.checkpoint import data_position, sharded
 from lightning_resilience.fit.context import FitContext
 from lightning_resilience.fit.exact_state import ExactState
@@ -100,9 +100,8 @@ class FitIdentity:
         return problems
 
     def note_optimizers(self) -> None:
-        """Records the optimizers' settings as the script creates them, before a checkpoint or a search changes them."""
-        if self._optimizers is None:
-            self._optimizers = _settings_of_optimizers(self.fit.trainer)
+        """Records the optimizers' settings, before a checkpoint changes them."""
+        self._optimizers = _settings_of_optimizers(self.fit.trainer)
 
     @property
     def knows_optimizers(self) -> bool:
@@ -246,12 +245,14 @@ def is_started_by_machine() -> bool:
 
 def _settings_of_optimizers(trainer: Trainer) -> Settings:
     found: Settings = {}
+    are_found = lightning_callbacks.finds_learning_rates(trainer)  # and by schedulers: initial_lr, max_lr, min_lr
     for index, optimizer in enumerate(trainer.optimizers):
         name = "optimizer" if len(trainer.optimizers) == 1 else f"optimizer {index}"
         found[name] = type(optimizer).__name__
         for number, group in enumerate(optimizer.param_groups):
             own = name if len(optimizer.param_groups) == 1 else f"{name}.group {number}"
-            found |= flat(own, {key: value for key, value in group.items() if key not in ("params", "param_names")})
+            unwanted = {"params", "param_names", *(key for key in group if are_found and "lr" in key.split("_"))}
+            found |= flat(own, {key: value for key, value in group.items() if key not in unwanted})
     return found
 
 
