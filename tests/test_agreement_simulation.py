@@ -491,7 +491,9 @@ def random_falls(seeds: range) -> Iterator[tuple[int, int, int]]:
 
 def schedules(fast: int, all_: int) -> pytest.MarkDecorator:
     """The seeds of a test: so many of them in `make test`, and the rest in CI."""
-    rest = pytest.param(range(fast, all_), marks=pytest.mark.slow, id="the rest")
+    # A simulation changes threads at every step, for which those that run beside it make it wait.
+    marks = (pytest.mark.slow, pytest.mark.timeout(1800))
+    rest = pytest.param(range(fast, all_), marks=marks, id="the rest")
     return pytest.mark.parametrize("seeds", [pytest.param(range(fast), id="some"), rest])
 
 
