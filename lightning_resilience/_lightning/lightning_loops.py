@@ -68,6 +68,11 @@ def continue_progress_bar(trainer: Trainer) -> None:
             shown.initial = shown.n = trainer.fit_loop.epoch_loop.batch_progress.current.ready
 
 
+def on_optimizers(trainer: Trainer, patches: Patches, action: Callable[[], None]) -> None:
+    """Calls ``action`` when the strategy has made optimizers and schedulers; a search may do so again."""
+    patches.wrap(trainer.strategy, "setup_optimizers", after=action)
+
+
 def rerun_end_of_fit(trainer: Trainer) -> None:
     """Runs the fit's outermost loop where its training has ended: only what comes around it is left, which it skips."""
     fit_loop = trainer.fit_loop

@@ -100,8 +100,9 @@ class FitIdentity:
         return problems
 
     def note_optimizers(self) -> None:
-        """Records the optimizers' settings, before a checkpoint changes them."""
-        self._optimizers = _settings_of_optimizers(self.fit.trainer)
+        """Records the optimizers' settings as the script creates them, before a checkpoint or a search changes them."""
+        if self._optimizers is None:
+            self._optimizers = _settings_of_optimizers(self.fit.trainer)
 
     @property
     def knows_optimizers(self) -> bool:

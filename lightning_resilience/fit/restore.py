@@ -132,7 +132,7 @@ class Restorer:
         loaded = lightning_checkpoints.loaded_checkpoint(self.fit.trainer)
         if loaded and loaded is not self._checkpoint:
             return  # of a search, which restores its own
-        self.identity.note_optimizers()
+        self.identity.note_optimizers()  # of a strategy that makes them in a way of its own
         self.check_settings()
         if self._checkpoint is not None:
             if self._left_out:

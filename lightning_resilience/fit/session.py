@@ -127,6 +127,7 @@ class FitSession:
         trainer, patches = self.fit.trainer, self.fit.patches
         checkpoint_io.make_durable(trainer, self.fit.check_owner_if_known, self.fit.metadata)
         lightning_loops.before_strategy_setup(trainer, patches, self._identity.describe)
+        lightning_loops.on_optimizers(trainer, patches, self._identity.note_optimizers)
         lightning_checkpoints.on_restore(trainer, patches, self._restore)
         lightning_checkpoints.on_restore_training_state(trainer, patches, self._restorer.restoring_training_state)
         lightning_data.on_request(trainer, patches, self.exact.make_loaders)
