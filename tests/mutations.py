@@ -2047,6 +2047,34 @@ GUARDS = [
         "            self.stop()\n",
         "tests/test_elastic_nodes.py::test_a_stop_of_one_rank_is_not_forgotten_when_another_one_is_lost",
     ),
+    Guard(
+        "a stop that a lost rank was asked for outlasts it",
+        "fit/stop_on_signal.py",
+        "                self._line.is_stopping = True",
+        "                pass",
+        "tests/test_replacement.py::test_a_stop_that_was_asked_of_a_rank_is_not_forgotten_when_it_is_lost",
+    ),
+    Guard(
+        "whether a finished fit had other data, rank 0 decides",
+        "fit/identity.py",
+        'self.fit.from_rank_0(lambda: fingerprint["data"] != data) and',
+        'fingerprint["data"] != data and',
+        "tests/test_settings.py::test_a_finished_fit_whose_ranks_have_data_of_their_own_is_restored",
+    ),
+    Guard(
+        "ranks whose gradients are compressed with a state are restarted together",
+        "fit/reentry.py",
+        "if ddp is not None and reduction_order.keeps_state(ddp):",
+        "if False:",
+        "tests/test_replacement.py::test_ranks_whose_gradients_are_compressed_with_a_state_are_restarted",
+    ),
+    Guard(
+        "gloo connects when a group is opened, whatever it is told",
+        "launch/follower.py",
+        '"TORCH_GLOO_LAZY_INIT": "0",',
+        "",
+        "tests/test_replacement.py::test_the_connections_that_are_cut_at_a_loss_are_known_whatever_gloo_is_told",
+    ),
 ]
 
 

@@ -34,7 +34,7 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.utils.data import (
     BatchSampler,
@@ -953,6 +953,9 @@ class OnDevice(L.strategies.DDPStrategy):
             self.model.device_ids = [self.root_device.index or 0]
         if self.hook == "fp16":
             self.model.register_comm_hook(None, default_hooks.fp16_compress_hook)
+        if self.hook == "powersgd":
+            state = powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=4)
+            self.model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
 
 
 class Fsdp1OnCpu(L.strategies.FSDPStrategy):

@@ -644,8 +644,10 @@ def test_the_callback_of_a_cli_does_the_same_in_a_survivor_as_in_a_replacement(t
     start = lightning_reentry.Start(trainer, module)
     trainer.fit(module)
     assert callback.already_saved
+    vars(module)["forward"] = lambda: None  # as Lightning does where DDP calls the training step
     lightning_reentry.leave_fit(trainer, start)
     assert not callback.already_saved
+    assert "forward" not in vars(module)
 
 
 class Thawed(BoringModel):
@@ -680,6 +682,7 @@ def test_a_survivor_begins_the_fit_with_what_a_replacement_has(tmp_path: Path) -
     options["precision"] = "64-true"
     trainer = L.Trainer(callbacks=[averages, stops], **options)  # type: ignore[arg-type]
     module = Thawed()
+    vars(module)["forward"] = own = lambda *inputs: Thawed.forward(module, *inputs)
     before = [dict(vars(each)) for each in (averages, stops)]
     start = lightning_reentry.Start(trainer, module)
     with pytest.raises(PeerLost):
@@ -689,6 +692,7 @@ def test_a_survivor_begins_the_fit_with_what_a_replacement_has(tmp_path: Path) -
     lightning_reentry.leave_fit(trainer, start)
     assert (trainer.global_step, trainer.current_epoch) == (0, 0)
     assert [vars(each) for each in (averages, stops)] == before
+    assert vars(module)["forward"] is own
     assert (trainer.max_epochs, module.normal.momentum) == (2, 0.1)
     assert [each.requires_grad for each in module.parameters()] == [True, True, *[False] * 4]
     # What is made in configure_model is made with the types of the precision.
@@ -1185,6 +1189,31 @@ def test_the_last_boundary_is_saved_after_a_loss(
     assert len(saved) <= len(replaced(config)) <= kills, output  # who is killed together may be lost together
 
 
+@pytest.mark.slow
+def test_the_connections_that_are_cut_at_a_loss_are_known_whatever_gloo_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those made at the first use would not be: only neighbours of the lost rank would leave the step."""
+    monkeypatch.setenv("TORCH_GLOO_LAZY_INIT", "1")
+    script, output = tmp_path / "train.py", tmp_path / "output"
+    script.write_text("""
+import os, signal
+import lightning.pytorch as L
+from lightning.pytorch.demos.boring_classes import BoringModel
+class Model(BoringModel):
+    def training_step(self, batch, batch_idx):
+        if (self.global_step, os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]) == (12, "1", "0"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().training_step(batch, batch_idx)
+quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
+L.Trainer(max_steps=16, devices=4, accelerator="cpu", strategy="ddp", limit_val_batches=0, **quiet).fit(Model())
+""")
+    launch = [sys.executable, "-m", "lightning_resilience.launch.cli", "launch", "--elastic", "--nproc-per-node=4"]
+    assert finish(start([*launch, f"--run-dir={tmp_path / 'run'}", str(script)], output), output) == 0
+    assert "Lost rank 1" in output.read_text()
+    assert "Resuming from step 12" in output.read_text()
+
+
 @pytest.mark.parametrize(
     "kills",
     [
@@ -1247,6 +1276,37 @@ def test_ranks_with_shards_are_replaced(tmp_path: Path, ranks: int, sharded: Any
     assert len({each["pid"] for each in starts}) == 1 + (0 in lost)
     assert "(local checkpoint" in output.read_text()
     assert (result(config), samples(config)) == undisturbed(tmp_path, **options), output.read_text()
+
+
+@pytest.mark.slow
+def test_ranks_whose_gradients_are_compressed_with_a_state_are_restarted(tmp_path: Path) -> None:
+    """PowerSGD counts iterations, and communicates something else from the one on at which it starts."""
+    options: dict[str, Any] = {**OPTIONS, "trainer": {"devices": 2}, "ddp": {"hook": "powersgd"}}
+    event = {"at": "train", "step": 18, "rank": 1, "do": "SIGKILL", "once": True}
+    config = make(tmp_path, "run", events=[event], **options)
+    launch = [sys.executable, "-m", "lightning_resilience.launch.cli", "launch", "--elastic", "--nproc-per-node=2"]
+    output = tmp_path / "output"
+    assert finish(start([*launch, "--run-dir", config["run_dir"], *command(config)[1:]], output), output) == 0
+    assert replaced(config) == []
+    assert "a communication hook of DDP keeps a state, which a replacement would not have" in output.read_text()
+
+
+@pytest.mark.slow
+def test_a_stop_that_was_asked_of_a_rank_is_not_forgotten_when_it_is_lost(tmp_path: Path) -> None:
+    """As by a daemon that frees memory, with SIGTERM and soon SIGKILL: the others know, and stop when it is back."""
+    options, output = {**OPTIONS, "trainer": {"devices": 2}}, tmp_path / "output"
+    event = {"at": "train", "step": 18, "rank": 1, "once": True}
+    events = [{**event, "do": "SIGTERM"}, {**event, "after_s": 1.0, "do": "SIGKILL"}]
+    config = make(tmp_path, "disturbed", events=events, **options)
+    launch = [sys.executable, "-m", "lightning_resilience.launch.cli", "launch", "--elastic", "--nproc-per-node=2"]
+    launch += ["--run-dir", config["run_dir"], *command(config)[1:]]
+    assert finish(start(launch, output), output) == 75, output.read_text()
+    assert replaced(config) == [[1]], output.read_text()
+    outcome = RunDirectory(config["run_dir"]).fit(0).outcome
+    assert outcome is not None
+    assert (outcome.status, outcome.step) == ("interrupted", 15)
+    assert finish(start(launch, output), output) == 0, output.read_text()
+    assert (result(config), samples(config)) == undisturbed(tmp_path, **options)
 
 
 def with_a_rank_replaced(tmp: Path, options: dict[str, Any]) -> tuple[dict[str, Any], list[str], Popen[str]]:

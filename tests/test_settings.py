@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import sys
 from argparse import Namespace
 from dataclasses import dataclass
 from datetime import timedelta
@@ -23,6 +24,7 @@ from lightning_resilience.run.settings import (
     is_another_run,
     settings_of_command,
 )
+from tests.harness import run_command
 
 
 @pytest.mark.parametrize(
@@ -233,6 +235,28 @@ def test_what_each_epoch_has_anew_and_optimizers_that_need_the_data(
         fit(size=84, reload=0, epochs=1, name="search")
     with pytest.raises(AnotherFit, match=r"optimizer\.lr 0\.2 -> 0\.3"):
         fit(lr=0.3)
+
+
+@pytest.mark.slow
+def test_a_finished_fit_whose_ranks_have_data_of_their_own_is_restored(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("""
+import os
+import lightning.pytorch as L
+import torch
+from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
+from torch.utils.data import DataLoader
+rank = int(os.environ["RANK"])
+quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "use_distributed_sampler": False}
+trainer = L.Trainer(max_epochs=1, devices=2, accelerator="cpu", limit_val_batches=0, **quiet)
+trainer.fit(BoringModel(), DataLoader(RandomDataset(32, 3 + rank), batch_size=2))
+if rank == 0 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    os._exit(3)
+""")
+    launch = [sys.executable, "-m", "lightning_resilience.launch.cli", "launch", "--nproc-per-node=2"]
+    done = run_command([*launch, "--run-dir", str(tmp_path / "run"), str(script)], timeout_s=200)
+    assert done.returncode == 0, done.stderr
+    assert "Restart 1 inside the job" in done.stderr
 
 
 @pytest.mark.slow

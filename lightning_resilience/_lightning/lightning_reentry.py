@@ -133,6 +133,7 @@ class Start:
         self._trained = [(each, each.requires_grad) for each in module.parameters()]
         self._modes = [(each, each.training) for each in module.modules()]
         self._types = {name: each.dtype for name, each in (*module.named_parameters(), *module.named_buffers())}
+        self._forward = {name: value for name, value in vars(module).items() if name == "forward"}  # the script's own
         self._limits = trainer.fit_loop.max_epochs, trainer.accumulate_grad_batches
         self._attributes = [(each, _copy_of(vars(each))) for each in callbacks(trainer) if _is_lightnings(each)]
 
@@ -145,6 +146,7 @@ class Start:
         for callback, attributes in self._attributes:
             vars(callback).clear()
             vars(callback).update(_copy_of(attributes))
+        vars(self._trainer.lightning_module).update(self._forward)
         self._trainer.fit_loop.max_epochs, self._trainer.accumulate_grad_batches = self._limits
         self._trainer.fit_loop._skip_backward = False
         for parameter, is_trained in self._trained:

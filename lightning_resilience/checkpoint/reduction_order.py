@@ -32,8 +32,13 @@ def rebuilds_buckets(ddp: DistributedDataParallel) -> bool:
     often each gradient arrives, which a replay would teach it wrongly. Its mixed precision reduces the gradients of
     copies that only the module's own forward makes. And a hook that keeps a state would count the replay.
     """
-    has_state = any(_is_state(state) for _, state in ddp._comm_hooks)
-    return not (ddp.find_unused_parameters or ddp.static_graph or ddp.mixed_precision or has_state)
+    return not (ddp.find_unused_parameters or ddp.static_graph or ddp.mixed_precision or keeps_state(ddp))
+
+
+def keeps_state(ddp: DistributedDataParallel) -> bool:
+    """Whether a communication hook of the script's keeps a state, such as the error feedback of PowerSGD."""
+    # Mixed precision has a hook of its own, whose state changes with no iteration.
+    return not ddp.mixed_precision and any(_is_state(state) for _, state in ddp._comm_hooks)
 
 
 def _is_state(state: object) -> bool:

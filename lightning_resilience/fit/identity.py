@@ -125,7 +125,8 @@ class FitIdentity:
                 self.fit.folder.fingerprint = {**fingerprint, "data": data}
 
             self.fit.from_rank_0(record)
-        elif fingerprint["data"] != data and self._are_comparable(fingerprint):
+        # Rank 0's, as what is recorded: ranks may have data of their own.
+        elif self.fit.from_rank_0(lambda: fingerprint["data"] != data) and self._are_comparable(fingerprint):
             if self.exact.resumed is not None and self.exact.resumed["final"] and self.outcome.finished_before():
                 raise AnotherFit(
                     f"{self.fit.folder.path} holds a finished fit with other training data. Fits are identified by "

@@ -33,7 +33,7 @@ from lightning_resilience._lightning import (
 )
 from lightning_resilience.agreement_protocol import Event as AgreedEvent
 from lightning_resilience.agreement_protocol import Needs, PeerLost
-from lightning_resilience.checkpoint import devices
+from lightning_resilience.checkpoint import devices, reduction_order
 from lightning_resilience.elastic import stuck
 from lightning_resilience.elastic.group import DEFAULT
 from lightning_resilience.fit import absent_ranks, context
@@ -214,6 +214,9 @@ def why_not(session: FitSession) -> str | None:
     groups = lightning_strategies.groups_of_mesh(trainer)
     if (reason := DEFAULT.why_not(groups) or lightning_reentry.why_not(trainer)) is not None:
         return reason
+    ddp = lightning_strategies.ddp_wrapper(trainer)
+    if ddp is not None and reduction_order.keeps_state(ddp):  # by which it may choose what it communicates next
+        return "a communication hook of DDP keeps a state, which a replacement would not have"
     if session.selector.local is None and not session.selector.uses_global:
         return "there is neither AutoResume nor LocalCheckpoint to go back to"
     return None

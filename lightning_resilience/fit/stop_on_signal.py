@@ -96,6 +96,8 @@ class StopOnSignal(Participant):
     def on_event_known(self, event: Event) -> None:
         """Starts the grace period of this rank."""
         if event.kind == _PREEMPT:
+            if self._line is not None:
+                self._line.is_stopping = True  # if a rank is lost before all stop, the fit that follows does
             self._listener.start_grace_period()
             for hurry in self.session.fit.participants.implement(Participant.hurry):
                 hurry(self._listener.seconds_left)

@@ -59,6 +59,7 @@ def rank_environment(own: Mapping[str, str], count: int, run_id: str) -> dict[st
         "TORCHELASTIC_RUN_ID": run_id,
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # there is one for each generation
+        "TORCH_GLOO_LAZY_INIT": "0",  # what is to be cut at a loss are the connections made while a group is opened
     }
     return {**defaults, **nccl.ENVIRONMENT, **os.environ, **own, **always}
 
