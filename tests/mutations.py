@@ -2057,8 +2057,8 @@ GUARDS = [
     Guard(
         "whether a finished fit had other data, rank 0 decides",
         "fit/identity.py",
-        'self.fit.from_rank_0(lambda: fingerprint["data"] != data) and',
-        'fingerprint["data"] != data and',
+        "self._data, fingerprint = self.fit.from_rank_0(describe)",
+        "self._data, fingerprint = describe()",
         "tests/test_settings.py::test_a_finished_fit_whose_ranks_have_data_of_their_own_is_restored",
     ),
     Guard(

@@ -26,7 +26,7 @@ BUDGET = {
     "detect/numerics": 858,
     "detect/stragglers": 372,
     "elastic": 515,
-    "fit": 7862,
+    "fit": 7864,
     "launch": 9384,
     "launch/schedulers": 511,
     "run": 3218,

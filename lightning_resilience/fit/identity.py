@@ -117,16 +117,16 @@ class FitIdentity:
         if self._data is not None:
             self._record_whether_they_vary(loaders)
             return
-        fingerprint = self.fit.from_rank_0(lambda: self.fit.folder.fingerprint or {})
-        data = self._data = data_position.describe_data(loaders, fingerprint.get("data"))
-        if "data" not in fingerprint:
 
-            def record() -> None:
-                self.fit.folder.fingerprint = {**fingerprint, "data": data}
+        def describe() -> tuple[list[dict[str, Any]], dict[str, Any]]:
+            recorded = self.fit.folder.fingerprint or {}
+            data = data_position.describe_data(loaders, recorded.get("data"))
+            if "data" not in recorded:
+                recorded = self.fit.folder.fingerprint = {**recorded, "data": data}
+            return data, recorded
 
-            self.fit.from_rank_0(record)
-        # Rank 0's, as what is recorded: ranks may have data of their own.
-        elif self.fit.from_rank_0(lambda: fingerprint["data"] != data) and self._are_comparable(fingerprint):
+        self._data, fingerprint = self.fit.from_rank_0(describe)  # ranks may have data of their own
+        if fingerprint["data"] != self._data and self._are_comparable(fingerprint):
             if self.exact.resumed is not None and self.exact.resumed["final"] and self.outcome.finished_before():
                 raise AnotherFit(
                     f"{self.fit.folder.path} holds a finished fit with other training data. Fits are identified by "
@@ -247,14 +247,15 @@ def is_started_by_machine() -> bool:
 
 def _settings_of_optimizers(trainer: Trainer) -> Settings:
     found: Settings = {}
-    are_found = lightning_callbacks.finds_learning_rates(trainer)  # and by schedulers: initial_lr, max_lr, min_lr
+    without = {"params", "param_names"}
+    if lightning_callbacks.finds_learning_rates(trainer):
+        without |= {"lr", "initial_lr", "max_lr", "min_lr"}  # the others are what schedulers make of it
     for index, optimizer in enumerate(trainer.optimizers):
         name = "optimizer" if len(trainer.optimizers) == 1 else f"optimizer {index}"
         found[name] = type(optimizer).__name__
         for number, group in enumerate(optimizer.param_groups):
             own = name if len(optimizer.param_groups) == 1 else f"{name}.group {number}"
-            unwanted = {"params", "param_names", *(key for key in group if are_found and "lr" in key.split("_"))}
-            found |= flat(own, {key: value for key, value in group.items() if key not in unwanted})
+            found |= flat(own, {key: value for key, value in group.items() if key not in without})
     return found
 
 
