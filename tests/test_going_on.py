@@ -59,6 +59,9 @@ class Run:
     def close_old_store(self) -> None:
         self.is_old_store_open = False
 
+    def close_stores(self) -> None:
+        self.is_old_store_open = False
+
     def start(self, ranks: Collection[int], generation: int, is_newcomer: bool) -> None:
         assert is_newcomer == (len(ranks) < len(self.policy._slots))
         assert not self.away.intersection(ranks) or not is_newcomer
@@ -573,7 +576,7 @@ def test_who_needs_all_has_ended_its_fit(lines: list[str]) -> None:
     assert lines[-1] == "Restarting all ranks: another fit begins."
 
 
-def test_who_has_nothing_to_go_back_to_waits_for_a_lost_node() -> None:
+def test_who_has_nothing_to_go_back_to_waits_for_a_lost_node(lines: list[str]) -> None:
     """What it has saved may be in the memory of that node: without it the run would begin anew, with fewer ranks."""
     for is_usable in (True, False):
         run = Run()
@@ -587,6 +590,8 @@ def test_who_has_nothing_to_go_back_to_waits_for_a_lost_node() -> None:
             run.policy.ended(rank, 0)
         run.step()
         assert run.started[-1] == ([0, 2] if is_usable else [0, 1, 2])
+    reasons = [line for line in lines if line.startswith("Not going on")]
+    assert reasons == ["Not going on with 2 of 3 ranks: no state was saved that they can go back to."]
 
 
 def test_the_others_go_on_without_a_lost_node_and_take_its_ranks_in_when_it_is_back(lines: list[str]) -> None:
@@ -614,7 +619,7 @@ def test_the_others_go_on_without_a_lost_node_and_take_its_ranks_in_when_it_is_b
     ]
 
 
-def test_all_are_restarted_where_they_cannot_go_on_without_a_lost_node() -> None:
+def test_all_are_restarted_where_they_cannot_go_on_without_a_lost_node(lines: list[str]) -> None:
     run = Run(size=4, min_ranks=3)
     run.away = {2, 3}
     run.lose(2, 3)
@@ -623,6 +628,7 @@ def test_all_are_restarted_where_they_cannot_go_on_without_a_lost_node() -> None
     run.policy.ended(1, 1)
     run.step()
     assert run.started == [[0, 1, 2, 3]], "the supervisor waits for a node"
+    assert lines[-1] == "Not going on with 2 of 4 ranks: there are to be 3 ranks at least."
 
 
 def test_the_others_go_on_without_a_node_that_is_told_to_stop(lines: list[str]) -> None:

@@ -27,6 +27,7 @@ from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, TensorDataset
 
 from lightning_resilience import AutoResume, LocalCheckpoint, NaNGuard, TrainingDiverged
+from lightning_resilience.agreement_protocol import Event, Needs
 from lightning_resilience.callbacks import nan_guard
 from lightning_resilience.detect.numerics import step_guard
 from lightning_resilience.detect.numerics.numerics import SpikeReference
@@ -452,6 +453,25 @@ def test_a_verdict_that_comes_too_late_is_gone_back_from(
     at_once = Model({9: spoil})
     fit(at_once, tmp_path / "at once", NaNGuard("rollback"), saving(2), max_epochs=4)
     assert same(model.state(), at_once.state())
+
+
+def test_an_answer_to_a_bad_step_that_was_gone_back_from_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For another reason, before all had heard that it was bad twice."""
+    answered, after_batch = [], numerics_policy.NumericsPolicy.after_batch
+
+    def answer(self: numerics_policy.NumericsPolicy, window_complete: bool) -> None:
+        after_batch(self, window_complete)
+        if not answered:
+            payload = {"asked_at": self.session.fit.steps_counted + 1, "reason": "x", "step": 1}
+            self._answer_rerun(Event(1, "x", 0, Needs.CLEAN, payload))
+            answered.append(True)
+
+    monkeypatch.setattr(numerics_policy.NumericsPolicy, "after_batch", answer)
+    model = Model({})
+    fit(model, tmp_path, NaNGuard(rerun="validate_results"), max_epochs=1)
+    assert answered == [True]
 
 
 @pytest.mark.slow

@@ -462,6 +462,8 @@ def die(): os.kill(os.getpid(), signal.SIGKILL)
 def hear():
     message = json.loads(line.read(struct.unpack("!I", line.read(4))[0]))
     if message["kind"] == "restart": sys.exit(1)
+    global port
+    port = message["port"]
     return message["generation"]
 log = sys.argv[1]
 print(rank, life, os.getpid(), file=open(log, "a"))
@@ -600,6 +602,33 @@ def test_what_cannot_be_mended_restarts_all(tmp_path: Path, script: str) -> None
     assert lives(started) == FIRST | {(0, again), (1, again), (2, again)} | ({(1, 1)} if again == 2 else set())
 
 
+def test_nobody_waits_in_the_store_for_a_replacement_that_has_failed(tmp_path: Path) -> None:
+    script = """
+        ready()
+        if life == 0 and rank == 1:
+            others()
+            die()
+        if life == 1:
+            while len(open(log).readlines()) < 6: time.sleep(0.01)
+            sys.exit(1)
+        if life == 0:
+            generation = hear()
+            waits = socket.create_connection(("127.0.0.1", port))
+            print(rank, "waits", 0, file=open(log, "a"))
+            try: waits.recv(1)
+            except ConnectionError: pass
+            print(rank, "is free", file=open(log, "a"))
+            hear()
+    """
+    program, log = tmp_path / "rank.py", tmp_path / "log"
+    program.write_text(RANK + textwrap.dedent(script))
+    supervisor = Supervisor(
+        [sys.executable, "-IS", str(program), str(log)], 3, 3, "abc", 5.0, Ledger(tmp_path, rank=None)
+    )
+    assert supervisor.run() == 0
+    assert {"0 is free", "2 is free"} < {*log.read_text().splitlines()}
+
+
 def test_the_budget_ends_the_replacements(tmp_path: Path) -> None:
     script = """
         ready()
@@ -730,6 +759,8 @@ class Ranks:
         return 0
 
     def close_old_store(self) -> None: ...
+
+    def close_stores(self) -> None: ...
 
     def lost_node(self, rank: int) -> None: ...
 

@@ -825,6 +825,11 @@ class Simulation:
         for port in list(self.ports.values())[:-1]:
             port.is_open = False
 
+    def close_stores(self) -> None:
+        self.pause()
+        for port in self.ports.values():
+            port.is_open = False
+
     def start(self, ranks: Collection[int], generation: int, is_newcomer: bool) -> None:
         is_restart = {*ranks} == self.policy.members.keys()
         if away := [rank for rank in ranks if self.lost_node(rank)]:

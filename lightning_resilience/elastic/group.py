@@ -191,7 +191,7 @@ class DefaultGroup:
             return "lightning-resilience is not installed, but only found on the path: no Trainer() tells it of itself"
         if not self.is_known:
             return "the script has opened the process group itself"
-        others = set(dist.distributed_c10d._world.pg_map) - {dist.distributed_c10d._get_default_group()}
+        others = set(dist.distributed_c10d._world.pg_map) - {dist.group.WORLD}
         if others - set(groups):
             return "the script has opened other process groups"
         names = set(_backends())
@@ -218,9 +218,8 @@ DEFAULT = DefaultGroup()
 def _backends() -> dict[str, Any]:
     """The backends of the default group, by name: one for all devices, or one for each; none before it is open."""
     found = dict[str, Any]()
-    if not dist.is_initialized():
+    if (group := dist.group.WORLD) is None:  # asked once: another thread may close it meanwhile
         return found
-    group = dist.distributed_c10d._get_default_group()
     for device in group._device_types:
         with suppress(RuntimeError):  # none for it
             backend = group._get_backend(device)

@@ -637,7 +637,10 @@ class NumericsPolicy(Participant):
         if not self._is_news(event):
             return
         session = self.session
-        window = self._bad_windows()[0][0]
+        windows, _ = self._bad_windows()
+        if not windows:  # the fit has gone back meanwhile, for another reason
+            return
+        window = windows[0]
         reason, step = str(event.payload["reason"]), int(event.payload["step"])
         decision = session.fit.from_rank_0(lambda: self._decide_rerun(window, reason))
         why = f"{reason}, after step {step}, twice on the same devices"

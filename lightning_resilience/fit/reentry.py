@@ -83,10 +83,11 @@ def _cut(line: Membership) -> None:
 
 def _end_if_stuck(line: Membership, generation: int) -> None:
     if stuck.waits_for_ever(lambda: line.generation != generation):
-        log.warning(
-            "This rank ends: gloo has not told it that the connections to the others are closed. It is replaced like a "
-            "rank that is lost."
-        )
+        if not line.await_restart(0.0):
+            log.warning(
+                "This rank ends: gloo has not told it that the connections to the others are closed. It is replaced "
+                "like a rank that is lost."
+            )
         os._exit(exit_codes.HUNG)
 
 

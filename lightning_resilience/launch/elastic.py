@@ -193,6 +193,10 @@ class Supervisor:
         """See :class:`~lightning_resilience.launch.newcomers.Ranks`."""
         self._old_store = None
 
+    def close_stores(self) -> None:
+        """See :class:`~lightning_resilience.launch.newcomers.Ranks`."""
+        self._old_store = self._store = None
+
     def start(self, ranks: Collection[int], generation: int, is_newcomer: bool) -> None:
         """See :class:`~lightning_resilience.launch.newcomers.Ranks`."""
         lost = {name for name in map(self.lost_node, ranks) if name is not None}

@@ -471,6 +471,9 @@ class LossPolicy:
         self._end_all(now)
 
     def _end_all(self, now: float) -> None:
+        self._ranks.tell(self._living(), "restart")
+        if self._replacing_since is not None:
+            self._ranks.close_stores()
         self._joining, self._replacing_since = set(), None
         until = now
         for within_s, signum in (
@@ -480,7 +483,6 @@ class LossPolicy:
         ):
             until += within_s
             self._ending.append((until, signum))
-        self._ranks.tell(self._living(), "restart")
         self.wakes_at = now
 
     def _go_on_ending(self, now: float) -> None:
@@ -533,5 +535,10 @@ class LossPolicy:
     def _members_after_restart(self) -> list[int]:
         """Who is started again: all whose nodes are there, if they can go on without the others."""
         there = self._in_whole_groups(slot for slot in self._slots if self._ranks.lost_node(slot) is None)
-        can = self._goes_on and self._has_saved and there and self._why_not_without(there) is None
-        return there if can else self._slots
+        if not self._goes_on or there == self._slots:
+            return self._slots
+        why_not = self._why_not_without(there) if self._has_saved else "no state was saved that they can go back to"
+        if why_not is None:
+            return there
+        log_line(f"Not going on with {self._count(there)}: {why_not}.")
+        return self._slots

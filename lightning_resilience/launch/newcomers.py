@@ -31,6 +31,9 @@ class Ranks(Protocol):
     def close_old_store(self) -> None:
         """Closes that of the generation before, if it is open: whoever is blocked there is free."""
 
+    def close_stores(self) -> None:
+        """Closes that of the present generation, too: nobody waits there for ranks that do not come."""
+
     def start(self, ranks: Collection[int], generation: int, is_newcomer: bool) -> None:
         """Starts processes for ranks whose last ones have ended; newcomers wait at the door."""
 
