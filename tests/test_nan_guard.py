@@ -455,23 +455,23 @@ def test_a_verdict_that_comes_too_late_is_gone_back_from(
     assert same(model.state(), at_once.state())
 
 
-def test_an_answer_to_a_bad_step_that_was_gone_back_from_is_none(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("kind", [numerics_policy._STOP, numerics_policy._RERUN])
+def test_what_was_undone_by_a_rollback_is_not_answered(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For another reason, before all had heard that it was bad twice."""
-    answered, after_batch = [], numerics_policy.NumericsPolicy.after_batch
+    """It was asked for before, and another reason has all go back first."""
+    answered, after_rollback = [], numerics_policy.NumericsPolicy.after_rollback
 
-    def answer(self: numerics_policy.NumericsPolicy, window_complete: bool) -> None:
-        after_batch(self, window_complete)
-        if not answered:
-            payload = {"asked_at": self.session.fit.steps_counted + 1, "reason": "x", "step": 1}
-            self._answer_rerun(Event(1, "x", 0, Needs.CLEAN, payload))
-            answered.append(True)
+    def ask_late(self: numerics_policy.NumericsPolicy) -> None:
+        asked_at = self.session.fit.steps_counted - 1
+        after_rollback(self)
+        payload = {"asked_at": asked_at, "reason": "x", "window": [0, 5, 6, 5]}
+        self.on_event(Event(1, kind, 0, Needs.CLEAN, payload))
+        answered.append(kind)
 
-    monkeypatch.setattr(numerics_policy.NumericsPolicy, "after_batch", answer)
-    model = Model({})
-    fit(model, tmp_path, NaNGuard(rerun="validate_results"), max_epochs=1)
-    assert answered == [True]
+    monkeypatch.setattr(numerics_policy.NumericsPolicy, "after_rollback", ask_late)
+    fit(Model({5: nan_loss}), tmp_path, NaNGuard("rollback"), saving(2), max_epochs=4)
+    assert answered == [kind]
 
 
 @pytest.mark.slow

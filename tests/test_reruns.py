@@ -136,6 +136,22 @@ def test_a_correct_result_is_left_to_the_policy(action: str, code: int, tmp_path
     assert (outcome.status, outcome.details.get("exit_code")) == (("halted", 17) if code else ("finished", None))
 
 
+def test_each_bad_step_is_tried_elsewhere_for_itself(tmp_path: Path) -> None:
+    """The verdict on one does not hold for the next, and no save waits for an answer that never comes."""
+    options = {**OPTIONS, "save_every": 5}
+    config = make(tmp_path, "run", **options, spoils=[{"step": step, "what": "loss"} for step in (13, 14)])
+    codes, text = [], ""
+    for device in "abc":
+        (code,), text = run({**config, "device": f"node-{device}"}, tmp_path / "run")
+        codes.append(code)
+    assert codes == [16, 16, 0], text
+    assert set(verdicts(config)) == {"correct result"}
+    saved = [
+        event["step"] for event in read_ledger(RunDirectory(config["run_dir"]).ledger) if event["event"] == "saved"
+    ]
+    assert {20, 25, 30, 35, 40}.issubset(saved)
+
+
 def test_without_another_device_it_ends_with_the_reason(tmp_path: Path) -> None:
     """Megatron: exit code 16 for ever."""
     config = make(tmp_path, "run", **OPTIONS, save_every=3, spoils=[{"step": 13, "what": "loss"}])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Literal, NoReturn
 
 import torch
@@ -138,13 +138,13 @@ class NumericsPolicy(Participant):
         """The last bad step, as this rank knows it."""
         self._lost: Window | None = None
         """The first window whose step was bad and has happened, on this rank."""
-        self._awaits_answer = False
-        """Whether this rank knows that something follows from a bad step: earlier good states must not be lost."""
+        self._unanswered = set[Window]()
+        """From whose bad steps something follows, as this rank knows: earlier good states must not be lost."""
+        self._answered = set[Window]()
+        """Those of which all ranks have decided what follows; several ranks may ask for the same one."""
         self._requested_pause = False
         self._saves_paused = False
         self._rolled_back_at = 0
-        self._requested_at = -1
-        self._answered_at = -1
         self._log_rollback: Callable[[], None] = lambda: None
         self._rollbacks = 0
         self._skipped: dict[int, list[tuple[int, int]]] = {}
@@ -162,20 +162,16 @@ class NumericsPolicy(Participant):
     def on_event(self, event: Event) -> None:
         """Rolls back, stops, decides what a bad second run means, or pauses saves."""
         payload = event.payload
-        if event.kind == _ROLL_BACK and self._is_news(event):
-            self._rollback(str(payload["reason"]), int(payload["step"]))
-        elif event.kind == _STOP and self._is_news(event):
-            self._save_and_end(f"{payload['reason']}, after step {payload['step']}")
-        elif event.kind == _RERUN:
-            self._answer_rerun(event)
-        elif event.kind == _PAUSE and int(payload["asked_at"]) >= self._rolled_back_at:  # else it has been undone
+        if event.kind in (_ROLL_BACK, _STOP, _RERUN):
+            self._answer(event)
+        elif event.kind == _PAUSE and self._still_holds(event):
             self._saves_paused = bool(payload["hold"])
 
     def on_event_at_end(self, event: Event) -> bool:
         """Decides what a bad second run means; the other events have no meaning at the end."""
         if event.kind != _RERUN:
             return False
-        self._answer_rerun(event, is_end=True)
+        self._answer(event, is_end=True)
         return True
 
     def start(self) -> None:
@@ -357,7 +353,7 @@ class NumericsPolicy(Participant):
             self._end(f"{what} bad; started again, the run skips its batches", is_final=False)
         if self._skips and not session.saver.may_save(session.fit.folder.checkpoints):
             self._end("the final state is not finite; started again, the run goes on from an older one", is_final=False)
-        return self._awaits_answer and self._options.rerun == "validate_results"
+        return bool(self._unanswered) and self._options.rerun == "validate_results"
 
     def skips_batch(self) -> bool:
         """Whether the next batch has made a step bad before."""
@@ -378,7 +374,7 @@ class NumericsPolicy(Participant):
                 self._logged.leave_out(window.epoch, window.begin, window.end)
             self._logged.forget(window.epoch, window.end)
         if result.problem is None:
-            if self._consecutive and not self._awaits_answer:
+            if self._consecutive and not self._unanswered:
                 self._request_pause(False, result)
                 self._consecutive = 0
                 self._bad.clear()
@@ -413,7 +409,7 @@ class NumericsPolicy(Participant):
         self._log_metrics({} if result.grad_norm is None else {"nan_guard/grad_norm": result.grad_norm})
         action = _RERUN if options.rerun == "validate_results" else self._follows(result.has_happened)
         if action is not None:
-            self._awaits_answer = True
+            self._unanswered.add(window)
             self._request(action, result)
 
     def _follows(self, has_happened: bool = False) -> str | None:
@@ -451,18 +447,27 @@ class NumericsPolicy(Participant):
 
     def _request(self, kind: str, result: StepResult) -> None:
         # All ranks have the same result. Should a single rank have a bad one after all, its request counts too.
-        if self._requested_at > self._answered_at or not (self.session.fit.rank == 0 or result.is_here):
-            return
-        self._requested_at = self.session.fit.steps_counted
-        payload = {"reason": result.problem, "step": result.tag.step, "asked_at": self._requested_at}
-        self.session.fit.agreement.request(kind, payload, Needs.CLEAN | Needs.TRAINING)
+        if self.session.fit.rank == 0 or result.is_here:
+            asked_at = self.session.fit.steps_counted
+            payload = {"reason": result.problem, "window": astuple(result.tag), "asked_at": asked_at}
+            self.session.fit.agreement.request(kind, payload, Needs.CLEAN | Needs.TRAINING)
 
-    def _is_news(self, event: Event) -> bool:
-        """Whether an event is not answered yet: several ranks may have requested it."""
-        if int(event.payload["asked_at"]) <= self._answered_at:
-            return False
-        self._answered_at = self.session.fit.steps_counted
-        return True
+    def _still_holds(self, event: Event) -> bool:
+        """Whether what an event is about was not undone by a rollback."""
+        return int(event.payload["asked_at"]) >= self._rolled_back_at
+
+    def _answer(self, event: Event, is_end: bool = False) -> None:
+        """Does what follows from a bad step."""
+        reason, window = str(event.payload["reason"]), Window(*event.payload["window"])
+        if not self._still_holds(event) or window in self._answered:
+            return
+        self._answered.add(window)
+        if event.kind == _ROLL_BACK:
+            self._rollback(reason, window.step)
+        elif event.kind == _STOP:
+            self._save_and_end(f"{reason}, after step {window.step}")
+        else:
+            self._answer_rerun(reason, window, is_end)
 
     def _save_and_end(self, reason: str, exit_code: int = FAILED) -> None:
         self.session.saver.save("bad step")
@@ -528,9 +533,10 @@ class NumericsPolicy(Participant):
         self._reset()
 
     def _reset(self) -> None:
-        self._awaits_answer = self._requested_pause = self._saves_paused = False
+        self._requested_pause = self._saves_paused = False
         self._consecutive, self._lost = 0, None
         self._bad.clear()
+        self._unanswered.clear()
 
     def _bad_windows(self) -> tuple[list[Window], bool]:
         """The windows whose steps were bad, in order, of all ranks; and whether one of them has happened.
@@ -583,6 +589,7 @@ class NumericsPolicy(Participant):
         if self.session.fit.rank == 0:
             self._log_rollback()
         self._reset()
+        self._answered.clear()  # the same steps may be bad again
         self._rolled_back_at = self.session.fit.steps_counted
         self._log_metrics({})
 
@@ -629,19 +636,12 @@ class NumericsPolicy(Participant):
                 )
             )
 
-    def _answer_rerun(self, event: Event, is_end: bool = False) -> None:
+    def _answer_rerun(self, reason: str, window: Window, is_end: bool) -> None:
         """A step was bad twice on the same devices.
 
         At the end of the fit there is nothing to go back to without a restart, and a step that is skipped is done with.
         """
-        if not self._is_news(event):
-            return
-        session = self.session
-        windows, _ = self._bad_windows()
-        if not windows:  # the fit has gone back meanwhile, for another reason
-            return
-        window = windows[0]
-        reason, step = str(event.payload["reason"]), int(event.payload["step"])
+        session, step = self.session, window.step
         decision = session.fit.from_rank_0(lambda: self._decide_rerun(window, reason))
         why = f"{reason}, after step {step}, twice on the same devices"
         if decision == "elsewhere":
@@ -672,7 +672,7 @@ class NumericsPolicy(Participant):
             elif follows == _ROLL_BACK:
                 self._rollback(reason, step)
             else:
-                self._awaits_answer = False
+                self._unanswered.discard(window)
 
     def _decide_rerun(self, window: Window, reason: str) -> str:
         """Decides, and writes down what must be known after a restart."""
