@@ -815,7 +815,7 @@ def test_quarantine_on_storage_that_does_not_take_it(tmp_path: Path) -> None:
     bad.write_text("bad")
     try:
         folder.chmod(0o555)
-        with unprivileged(), pytest.raises(PermissionError, match="pass it over"):
+        with unprivileged(), pytest.raises(PermissionError, match="skip it"):
             checkpoint_file.quarantine(bad, folder / "quarantine", "bad")
         assert bad.read_text() == "bad"
     finally:

@@ -293,7 +293,7 @@ def test_more_epochs_where_the_end_has_changed_the_weights(
     short.start()
     assert "not exact" not in caplog.text
     short.start(max_epochs=6)
-    assert "continues from its end, which is not exact" in caplog.text
+    assert "Continuing this fit from its end is not exact" in caplog.text
 
 
 @pytest.mark.slow_but_for("5-trained on twice")
