@@ -409,7 +409,7 @@ def test_a_fit_that_came_to_its_end_is_not_trained_again(
     assert outcome.status == "finished"
     with caplog.at_level(logging.INFO):
         assert fit() == (step, False)
-    assert any(f"finished at step {step} before" in message for message in caplog.messages)
+    assert any(f"already finished at step {step}:" in message for message in caplog.messages)
 
 
 def test_a_learning_rate_search_is_no_fit_of_the_run(tmp_path: Path) -> None:

@@ -847,7 +847,7 @@ def test_the_time_for_which_the_training_waits_is_counted(memory: Run, monkeypat
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"every_n_train_steps": 5, "train_time_interval": 5}, "exclude each other"),
+        ({"every_n_train_steps": 5, "train_time_interval": 5}, "mutually exclusive"),
         ({"every_n_train_steps": 0}, "every_n_train_steps must be at least 1, not 0"),
         ({"train_time_interval": 0}, "train_time_interval must be positive"),
         ({"train_time_interval": timedelta(seconds=-1)}, "train_time_interval must be positive, not -1 s"),
@@ -1620,7 +1620,7 @@ def test_copies_that_are_gone(two_nodes: Path, name: str) -> None:
     assert are_of(step, states)
     assert found == [step]
     assert len(reasons) == (step != 12)
-    assert all("that of step 12 is incomplete: no node has" in reason for reason in reasons)
+    assert all("the one of step 12 is incomplete: no node has" in reason for reason in reasons)
 
 
 def test_a_part_that_does_not_arrive(two_nodes: Path) -> None:
@@ -1662,10 +1662,10 @@ def test_another_number_of_ranks_that_cannot_go_on(two_nodes: Path, ranks: list[
     tried, reasons, states, _ = bring_back(two_nodes, rank_locations(hosts), why_not="nobody can")
     assert (tried, states) == ([], None)
     said = f"was saved by a run of {PLACES} ranks; this fit has {len(ranks)}, and nobody can"
-    assert reasons == [f"that of step {step} {said}" for step in (12, 8)]
+    assert reasons == [f"the one of step {step} {said}" for step in (12, 8)]
     tried, reasons, states, _ = bring_back(two_nodes, rank_locations(hosts), kind="sharded by hand")
     assert (tried, states) == ([], None)
-    assert reasons == [f"that of step {step} was saved by 4 ranks; this fit has {len(ranks)}" for step in (12, 8)]
+    assert reasons == [f"the one of step {step} was saved by 4 ranks; this fit has {len(ranks)}" for step in (12, 8)]
 
 
 OTHERS = {"1": "a", "2 on a node": "aa", "2": "ab", "3": "aab", "5": "aaabb", "6": "abcabc"}
@@ -1701,7 +1701,7 @@ def test_a_damaged_shard_of_a_rank_that_is_no_more(two_nodes: Path) -> None:
 def test_another_strategy(two_nodes: Path) -> None:
     tried, reasons, states, _ = bring_back(two_nodes, kind="sharded by hand")
     assert (tried, states) == ([], None)
-    assert reasons[0] == "that of step 12 was saved by another strategy (whole, not sharded by hand)"
+    assert reasons[0] == "the one of step 12 was saved by another strategy (whole, not sharded by hand)"
 
 
 def test_condemned_generations(two_nodes: Path) -> None:

@@ -766,7 +766,7 @@ def test_workers_end_with_their_epoch(tmp_path: Path) -> None:
         ({"action": "ignore"}, "action must be 'skip', 'rollback', 'stop' or 'warn'"),
         ({"max_consecutive": 0}, "max_consecutive must be at least 1"),
         ({"max_rollbacks": -1}, "max_rollbacks must not be negative"),
-        ({"spike_window": 4}, "give that too"),
+        ({"spike_window": 4}, "set spiky_loss_factor, too"),
         ({"spiky_loss_factor": 1.0}, "factor must be above 1"),
         ({"spiky_loss_factor": 2.0, "spike_window": 1}, "window must be at least 2"),
     ],

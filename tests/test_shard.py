@@ -535,7 +535,7 @@ def test_reasons_say_what_is_wrong(tmp_path):
         "empty": "it is empty",
         "one byte": r"it is truncated \(1 bytes\)",
         "preamble only": r"it is truncated \(64 bytes\)",
-        "text": "it is no shard",
+        "text": "it is not a shard",
         "sparse with a preamble": "it is truncated, or its end is damaged",
         "huge header": "not the one that was written",
     }.items():
