@@ -736,7 +736,7 @@ def test_damage_to_a_directory(tmp_path: Path, damage: Callable[[Path], object],
 
 
 def test_an_empty_directory_is_not_sealed(tmp_path: Path) -> None:
-    with pytest.raises(CorruptCheckpoint, match="nothing in it"):
+    with pytest.raises(CorruptCheckpoint, match="no files to seal"):
         checkpoint_file.seal_directory(tmp_path)
 
 
