@@ -136,7 +136,10 @@ def test_steps_are_those_of_the_run_as_it_was_begun(tmp_path: Path, ranks: tuple
     # With one epoch, its means are of steps before and after.
     output = assert_the_same_run(tmp_path, *ranks, trainer={"max_epochs": 1 if len(ranks) == 2 else 3})
     if ranks == (4, 3):
-        assert "was saved by a run of 4 ranks and is resumed by 3: each also trains on the batches" in output
+        assert (
+            "was saved by a run of 4 ranks and is resumed by 3: each rank also trains on batches of absent ranks"
+            in output
+        )
         assert "take up to 2 times as long" in output
 
 
@@ -194,7 +197,7 @@ def test_with_what_else_there_is(tmp_path: Path, options: dict[str, Any]) -> Non
     draws = options.get("trainer", {}).get("reload_dataloaders_every_n_epochs")
     output = assert_the_same_run(tmp_path, 4, 3, tolerance=0.1 if draws else 1e-5, **options)
     assert "The validation draws random numbers" not in output
-    assert output.count("each also trains on the batches") == 1
+    assert output.count("each rank also trains on batches") == 1
 
 
 SAME_FOR_ALL = {"augment": False, "dropout": 0.0}  # random numbers are others with other ranks
@@ -235,7 +238,9 @@ def test_more_ranks_with_what_else_there_is(tmp_path: Path, ranks: tuple[int, ..
         pytest.param(
             (1, 2), {"data": "weighted"}, "this epoch has the order of a WeightedRandomSampler", id="its own order"
         ),
-        pytest.param((2, 4), {"loader": {"drop_last": True}, "size": 189}, "drop_last leaves out other", id="the last"),
+        pytest.param(
+            (2, 4), {"loader": {"drop_last": True}, "size": 189}, "drop_last would leave out different", id="the last"
+        ),
         pytest.param((3, 4), {"global_batch": 18}, "a batch of 6 cannot be divided so", id="a rounded batch"),
         pytest.param((2, 3), {}, "a batch of 4 cannot be divided so that a step keeps its samples", id="a batch"),
     ],
@@ -309,7 +314,7 @@ def test_either_all_loaders_are_divided_or_none(prepared: Callable[..., Training
     of_one_loader = {"orders": [["SequentialSampler"]], "epoch": 0}
     for loaders, about, reason in (
         ([fits, does_not], {}, "a batch of 3 cannot be divided"),
-        ({"a": fits, "b": [1, 2]}, {}, "list is no DataLoader of torch's"),
+        ({"a": fits, "b": [1, 2]}, {}, "list is not a torch DataLoader"),
         ([own_batches], {}, "a Batches makes the batches"),
         ([fits, fits], of_one_loader, "there are 2 data loaders, formerly 1"),
     ):
@@ -324,8 +329,8 @@ def test_either_all_loaders_are_divided_or_none(prepared: Callable[..., Training
         pytest.param(4, None, [4], id="the same"),
         pytest.param(8, None, [4], id="a batch of all, divided"),
         pytest.param(9, None, [4], id="a batch of all, rounded down before"),
-        pytest.param(10, "the script's batches are of 10 samples and were of 4", [10], id="another one"),
-        pytest.param(7, "the script's batches are of 7 samples and were of 4", [7], id="another one, smaller"),
+        pytest.param(10, "the script's batches have 10 samples and had 4", [10], id="another one"),
+        pytest.param(7, "the script's batches have 7 samples and had 4", [7], id="another one, smaller"),
     ],
 )
 def test_the_batches_of_a_script_that_divides_them_by_itself(
@@ -393,7 +398,10 @@ def test_more_ranks_have_smaller_batches(tmp_path: Path, ranks: tuple[int, ...])
     options = {"trainer": {"max_epochs": epochs}, **SAME_FOR_ALL}
     output = assert_the_same_run(tmp_path, *ranks, by_rank=["train_metric", "average"], **options)
     if ranks == (2, 4):
-        assert "was saved by a run of 2 ranks and is resumed by 4: each has batches of 2. Steps have the same" in output
+        assert (
+            "was saved by a run of 2 ranks and is resumed by 4: each rank has batches of 2. Steps have the same"
+            in output
+        )
 
 
 LEFT_OUT: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
@@ -420,7 +428,7 @@ def test_the_batches_of_absent_ranks_are_left_out(
     for step, ids in trained.items():
         assert ids == samples(wanted["log"], range(there[step]))[step]
     if ranks == (4, 3):
-        assert "is resumed by 3: the batches of the ranks that are absent are left out, as --global-batch" in output
+        assert "is resumed by 3: the batches of absent ranks are left out, as --global-batch" in output
     events = [each for each in read_ledger(Path(config["run_dir"]) / "ledger") if each["event"] == "batches_left_out"]
     assert events[-1]["left_out"] == sum(ranks[0] - count for count in there.values())
 
@@ -465,7 +473,7 @@ def test_a_save_in_a_validation_holds_what_workers_of_absent_ranks_held(tmp_path
 def test_it_is_said_where_a_validation_draws_more_than_seeds(tmp_path: Path) -> None:
     options = {"validation": True, "trainer": {"max_epochs": 1, "val_check_interval": 4}}
     _, _, output = killed_and_resumed(tmp_path, 2, 1, **options)
-    assert output.count("The validation draws random numbers. Those of absent ranks are from now on not what they") == 1
+    assert output.count("The validation draws random numbers. From here on, random states of absent ranks differ") == 1
 
 
 def test_the_seeds_that_loaders_have_drawn_are_counted() -> None:
@@ -742,16 +750,19 @@ def test_half_the_ranks_go_on_from_the_local_checkpoints_of_a_node_that_is_left(
 def test_data_that_cannot_be_divided_are_rounded_down_from_local_checkpoints_too(tmp_path: Path) -> None:
     local = Locally(tmp_path, 4, 2, data="iterable")
     local.run()
-    assert "was saved by a run of 4 ranks and is resumed by 2, and an iterable dataset divides itself" in local.output
+    assert (
+        "was saved by a run of 4 ranks and is resumed by 2, and an iterable dataset divides its own samples"
+        in local.output
+    )
     batch = re.search(r"continues from batch (\d+) of each rank", local.output)
     assert batch is not None
     assert int(batch[1]) == 2 * local.resumed[0]
 
 
 REFUSED = {
-    "an iterable dataset divides itself": {"data": "iterable"},
-    "StatefulDataLoader keeps its place itself": {"data": "stateful"},
-    "manual optimization makes its steps itself": {"manual": True},
+    "an iterable dataset divides its own samples": {"data": "iterable"},
+    "StatefulDataLoader keeps its own position": {"data": "stateful"},
+    "the module uses manual optimization": {"manual": True},
     "DDP has static_graph=True": {"ddp": {"static_graph": True}},
 }
 
@@ -814,7 +825,7 @@ def test_states_of_metrics_are_merged_as_they_are_reduced_over_ranks(caplog: pyt
     assert merged["state"]["mean"].item() == 2.0
     assert merged["updates"] == 3
     assert caplog.messages == [
-        "Mean has no reduction over ranks for own: what an absent rank had there is left out in this epoch."
+        "Mean has no reduction over ranks for own: the values of absent ranks are left out in this epoch."
     ]
 
 

@@ -112,7 +112,7 @@ def test_checkpoints_that_are_gone_are_missed_and_no_longer_safe(tmp_path: Path)
     assert re.search(r"^Safe +no checkpoint yet$", status(run_directory.path), re.MULTILINE)
     codes, text = run(config, tmp_path / "run")
     assert codes == [0], text
-    assert f"The checkpoints of {run_directory.fit(0).path} are gone, the newest was of step 20" in text
+    assert f"The checkpoints of {run_directory.fit(0).path} are gone (the newest was of step 20)" in text
     assert result(config) == undisturbed(tmp_path)[0]
 
 
@@ -156,7 +156,7 @@ def test_more_ranks_go_on_in_smaller_batches(tmp_path: Path) -> None:
     config = killed(tmp_path, trainer={"devices": 1})
     codes, text = run({**config, "trainer": {"devices": 2}}, tmp_path / "run")
     assert set(codes) == {0}, text
-    assert "was saved by a run of 1 ranks and is resumed by 2: each has batches of 2. Steps have the same" in text
+    assert "was saved by a run of 1 ranks and is resumed by 2: each rank has batches of 2. Steps have the same" in text
     assert result(config)[0]["epoch"] == 3
 
 

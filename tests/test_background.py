@@ -146,7 +146,7 @@ def test_one_that_comes_too_soon_is_left_out_and_said_once(
         fit(run, {11: held.let_go.set}, keep=5)
     assert 8 not in steps(run)
     assert {4, 12} <= set(steps(run)), "waited for at the end"
-    assert caplog.text.count("skipping the one of step") == 1
+    assert caplog.text.count("skipping the save of step") == 1
 
 
 def test_the_final_state_comes_after_what_is_being_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,7 +167,7 @@ def test_a_storage_that_never_answers_does_not_keep_the_fit_from_its_end(
     fit(run, {})
     bound.cancel()
     assert not held.let_go.is_set(), "it has waited for it"
-    assert "The checkpoint of step 12 could not be saved (the one before has not been written" in caplog.text
+    assert "The checkpoint of step 12 could not be saved (the previous one has not been written" in caplog.text
     held.let_go.set()
 
 
@@ -281,7 +281,7 @@ def test_where_there_is_no_memory_for_a_copy_the_training_waits_and_it_is_said_o
         fit(tmp_path / "run", {}, keep=5)
     assert threads == {"MainThread"}
     assert steps(tmp_path / "run") == [4, 8, 12]
-    assert caplog.text.count("can be had (what a test leaves)") == 1
+    assert caplog.text.count("are available (what a test leaves)") == 1
     threads.clear()
     monkeypatch.setattr(saving, "memory_left", lambda: Room(80, "what a test leaves"))
     fit(tmp_path / "other", {}, keep=5)

@@ -102,4 +102,4 @@ def test_saves_do_not_wait_for_ever(caplog: pytest.LogCaptureFixture) -> None:
     found = [*Training(windows_that_never_end_together).clean(lightning_progress._MOST_WAITED + 10)]
     assert not any(found[2:40])
     assert all(found[-5:])
-    assert caplog.text.count("do not hold what was accumulated") == 1
+    assert caplog.text.count("without the accumulated gradients") == 1

@@ -182,7 +182,7 @@ def test_a_checkpoint_io_of_the_users_stays(
     )
     trainer.fit(lightning.model())
     assert set(seen) == {own}
-    assert "Own, unchanged" in caplog.text
+    assert "Own saves the checkpoints" in caplog.text
 
 
 # What is put on is taken off

@@ -466,7 +466,7 @@ def test_of_two_the_last_one_acts(cls: type[Any], undisturbed: str, caplog: pyte
     first, last, acts = cls(), cls(), Acts()
     assert fitted(first, last, acts) == undisturbed
     assert acts.found == [last]
-    assert "acts in place of" not in caplog.text  # they are alike
+    assert "instead of" not in caplog.text  # they are alike
 
 
 def test_it_is_said_which_of_two_that_differ_acts(place: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -475,7 +475,7 @@ def test_it_is_said_which_of_two_that_differ_acts(place: Path, caplog: pytest.Lo
     fitted(first, AutoResume(), last, acts)
     assert last in acts.found
     assert first not in acts.found
-    assert f"{last!r} acts in place of {first!r}" in caplog.text
+    assert f"Using {last!r} instead of {first!r}" in caplog.text
 
 
 @each

@@ -748,7 +748,7 @@ def test_a_run_that_needs_all_ranks_does_not_begin_again_with_some(tmp_path: Pat
     options: dict[str, Any] = {**OPTIONS, "trainer": {"devices": 1, "num_nodes": 3}, "manual": True}
     config = make(tmp_path, "disturbed", events=[], **options)
     output = begun_again_by_two_of_three(config, tmp_path, "waiting up to 600 s for a launch in its place")
-    assert "This fit cannot go on with 2 of 3 ranks: manual optimization" in output
+    assert "This fit cannot continue with 2 of 3 ranks: the module uses manual optimization" in output
     assert (result(config), samples(config)) == undisturbed(tmp_path, **options), output
 
 

@@ -255,7 +255,7 @@ def test_going_back_to_before_a_pruning(tmp_path: Path, tickets: bool) -> None:
     codes, text = run(config, tmp_path / "run")
     if tickets:
         assert codes == [1]
-        assert "only a restart makes them anew" in text
+        assert "only a restart can recreate them" in text
         codes, text = run(config, tmp_path / "run")
     assert codes == [0], text
     assert result(config)[0]["weights"] == undisturbed(tmp_path, **options)[0][0]["weights"]

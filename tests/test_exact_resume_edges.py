@@ -262,7 +262,7 @@ def test_a_larger_limit_trains_on(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     first = short.start()
     with caplog.at_level(logging.INFO):
         assert not short.start().module.seen
-    assert f"finished at step {first.trainer.global_step} before" in caplog.text
+    assert f"already finished at step {first.trainer.global_step}:" in caplog.text
     longer = Script(tmp_path, later_callbacks, options=later_options, saving=never)
     end = longer.start()
     assert end.trainer.global_step > first.trainer.global_step
@@ -293,7 +293,7 @@ def test_more_epochs_where_the_end_has_changed_the_weights(
     short.start()
     assert "not exact" not in caplog.text
     short.start(max_epochs=6)
-    assert "continues from its end, which is not exact" in caplog.text
+    assert "Continuing this fit from its end is not exact" in caplog.text
 
 
 @pytest.mark.slow_but_for("5-trained on twice")

@@ -55,7 +55,7 @@ def test_what_hinders_one_rank_leaves_no_other_behind(tmp_path: Path) -> None:
     assert len(set(codes)) == 1, text
     assert "The state of step 5 is not saved" in text
     assert "rank 1: it could not be checked (OSError" in text
-    assert "Rank 1 cannot compare its state with that of the others" in text
+    assert "Rank 1 cannot compare its state with the other ranks" in text
     assert "Could not read the duration of the last save" in text
     fit = RunDirectory(config["run_dir"]).fit(0)
     assert fit.outcome is not None

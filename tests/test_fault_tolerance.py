@@ -394,7 +394,7 @@ def test_a_pause_of_the_whole_job_is_no_hang(tmp_path: Path) -> None:
 def test_a_watchdog_that_was_killed_is_started_again(tmp_path: Path) -> None:
     config = watched(tmp_path, events=[{"at": "train", "step": 12, "do": "kill_watchdog"}, HANG])
     output = fails(config)
-    assert re.search("watchdog of .* has gone; it is started again", output)
+    assert re.search("watchdog of .* has exited; restarting it", output)
     assert the_culprit(config).rank == 0
     nothing_left(config)
 
@@ -518,7 +518,7 @@ def test_calculated_timeouts_of_another_world_size_or_damaged_ones_are_ignored(t
     calculated = json.loads(state.read_text())["fits"]["0"]["calculated"]
     assert calculated["step"] == 30
     output = runs({**config, "trainer": {"max_epochs": 3, "devices": 2}}, environment=STARTED_AGAIN)
-    assert f"{state} is ignored: Its timeouts hold for another layout" in output
+    assert f"{state} is ignored: Its timeouts are for another layout" in output
     assert "world_size was 1 and is 2" in output
     assert output.count("is ignored") == 1
     assert json.loads(state.read_text())["fits"]["0"]["layout"]["world_size"] == 2
@@ -636,7 +636,7 @@ def test_a_policy_decides_on_an_error(tmp_path: Path, policy: str, action: str |
         expected if action == "shutdown_workload" else "RuntimeError: on purpose",
     )
     assert flag.exists() == (status == "halted")
-    assert ("No launcher that can exclude" in output) == (action == "exclude_this_node")
+    assert ("No launcher of this rank can exclude" in output) == (action == "exclude_this_node")
     if policy in ("go away", "raise"):
         assert "exc_handling_policy" in output
     nothing_left(config)
@@ -674,7 +674,7 @@ def test_the_flag_of_a_finished_run(tmp_path: Path) -> None:
 def test_without_auto_resume_there_is_a_warning(tmp_path: Path, with_it: bool) -> None:
     callbacks = ["fault_tolerance", "auto_resume"] if with_it else ["fault_tolerance"]
     config = watched(tmp_path, callbacks=callbacks, trainer={"max_steps": 2})
-    assert ("There is no AutoResume" in runs(config)) == (not with_it)
+    assert ("This Trainer has no AutoResume" in runs(config)) == (not with_it)
 
 
 @pytest.mark.parametrize(
@@ -684,7 +684,7 @@ def test_a_collective_that_is_given_up_before_the_step_is_overdue(
     tmp_path: Path, timeout: int, is_too_short: bool
 ) -> None:
     config = watched(tmp_path, trainer={"max_steps": 2, "devices": 2}, collective_timeout_s=timeout, limits="step:180")
-    assert ("torch gives a collective up after 180 s" in runs(config)) == is_too_short
+    assert ("torch aborts a collective after 180 s" in runs(config)) == is_too_short
 
 
 @pytest.mark.parametrize("restarts", ["0", "1"], ids=["started", "restarted"])

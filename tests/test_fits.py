@@ -108,7 +108,7 @@ def test_a_run_that_trains_on_this_host_is_not_taken_over(tmp_path: Path) -> Non
     codes, text = run({**config, "out": str(tmp_path / "other"), "events": []}, tmp_path / "run")
     (tmp_path / "refused").touch()
     assert codes == [1]
-    assert f"Process {first.processes[0].pid} on this host trains in {config['run_dir']} now" in text
+    assert f"Process {first.processes[0].pid} on this host is training in {config['run_dir']}, and this process" in text
     assert first.wait() == [0], first.text()
     assert result(config) == undisturbed(tmp_path)[0]
 
@@ -317,7 +317,7 @@ def test_a_model_of_other_shapes_is_another_fit(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(context, "fits_begun", {})
     other = Tiny()
     other.layer = torch.nn.Linear(2, 3)
-    with pytest.raises(AnotherFit, match="holds another fit: its parameters have other names, shapes or types"):
+    with pytest.raises(AnotherFit, match="holds another fit: its parameters have different names, shapes or types"):
         trainer(tmp_path, both(tmp_path), max_steps=8).fit(other)
 
 
@@ -409,7 +409,7 @@ def test_a_fit_that_came_to_its_end_is_not_trained_again(
     assert outcome.status == "finished"
     with caplog.at_level(logging.INFO):
         assert fit() == (step, False)
-    assert any(f"finished at step {step} before" in message for message in caplog.messages)
+    assert any(f"already finished at step {step}:" in message for message in caplog.messages)
 
 
 def test_a_learning_rate_search_is_no_fit_of_the_run(tmp_path: Path) -> None:
@@ -652,7 +652,7 @@ def test_spawned_processes_are_refused(tmp_path: Path) -> None:
     config = make(tmp_path, "run", trainer={"strategy": "ddp_spawn"})
     codes, text = run(config, tmp_path / "run")
     assert codes == [1]
-    assert "cannot be resumed: they end with it" in text
+    assert "cannot be resumed: these processes end with the fit" in text
 
 
 def finished(tmp: Path, **options: Any) -> tuple[dict[str, Any], Any, list[Path]]:

@@ -1049,8 +1049,8 @@ def test_no_step_of_a_device_is_done_again_when_a_rank_comes_back(tmp_path: Path
 @pytest.mark.parametrize(
     ("reason", "options"),
     [
-        pytest.param("manual optimization makes its steps itself", {"manual": True}, id="manual"),
-        pytest.param("an iterable dataset divides itself", {"data": "iterable"}, id="iterable"),
+        pytest.param("the module uses manual optimization", {"manual": True}, id="manual"),
+        pytest.param("an iterable dataset divides its own samples", {"data": "iterable"}, id="iterable"),
         pytest.param(
             "DDP has static_graph=True", {"ddp": {"static_graph": True}}, id="static graph", marks=pytest.mark.campaign
         ),

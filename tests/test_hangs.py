@@ -160,7 +160,7 @@ def test_a_healthy_run_that_nobody_starts_again_is_not_ended(tmp_path: Path) -> 
     callbacks = ["fault_tolerance", "auto_resume"]
     config = make(tmp_path, "slow", events=events, callbacks=callbacks, fault_tolerance=SLOW)
     ranks = Ranks(config, tmp_path / "slow")
-    await_line(ranks, "s in all, since nothing would start this run again.")
+    await_line(ranks, "s in total, because nothing would restart this run.")
     assert allowed_s(ranks) >= 3
     until.touch()
     with open(stdin, "w") as typed:
@@ -178,7 +178,7 @@ def test_a_healthy_run_that_nobody_starts_again_is_not_ended(tmp_path: Path) -> 
 
 def allowed_s(ranks: Ranks) -> int:
     """How long a slow step may take at first: twice as long as it had taken when it was looked at."""
-    [found, *_] = re.findall(r"Slow rather than hung: it gets (\d+) s in all", ranks.text())
+    [found, *_] = re.findall(r"Slow rather than hung: it gets (\d+) s in total", ranks.text())
     return int(found)
 
 
@@ -195,7 +195,7 @@ def test_who_was_ended_in_vain_for_being_slow_gets_more_time(tmp_path: Path) -> 
     assert codes == [exit_codes.HUNG], output
     assert "section step allows 1.5 s, and more with FaultTolerance(section_timeouts=" in output
     ranks = Ranks(config, tmp_path / "slow", again)
-    await_line(ranks, "s in all, since it was ended here before, just as busy.")
+    await_line(ranks, "s in total, because it was ended here before while it was just as busy.")
     assert allowed_s(ranks) >= 3
     until.touch()
     assert ranks.wait() == [0], ranks.text()

@@ -384,8 +384,8 @@ KINDS: list[tuple[RankEvidence | None, str, str]] = [
     (stuck(cpu_s=0.98), "stuck", f"stuck in {HERE}, busy on the CPU"),
     (stuck(state="running"), "stuck", f"stuck in {HERE}, busy on the CPU"),
     (stuck(written_bytes=WRITING), "stuck", f"stuck in {HERE}, writing 210 MB/s"),
-    (stuck(children_cpu_s=0.98), "stuck", f"stuck in {HERE}, while a process that it has started is busy on the CPU"),
-    (stuck(stack=[]), "stuck", "stuck in a place that is not known: it left no stack"),
+    (stuck(children_cpu_s=0.98), "stuck", f"stuck in {HERE}, while one of its child processes is busy on the CPU"),
+    (stuck(stack=[]), "stuck", "stuck in an unknown place: it left no stack"),
     (saving(written_bytes=WRITING), "slow_checkpoint", "in a slow checkpoint, writing 210 MB/s in save (io.py:9)"),
     (
         saving(written_bytes=WRITING, state="uninterruptible"),
@@ -395,7 +395,7 @@ KINDS: list[tuple[RankEvidence | None, str, str]] = [
     (saving(written_bytes=2000), "stuck", "stuck in save (io.py:9)"),
     (loading(IDLE, worker(1234, *READING)), "data_loader", "data loader: worker 1234 in __getitem__ (data.py:20)"),
     (loading(IDLE, worker(1234, state="stopped")), "data_loader", "data loader: worker 1234 is stopped"),
-    (loading(IDLE), "data_loader", "data loader: none of its workers (1233) is seen to do anything"),
+    (loading(IDLE), "data_loader", "data loader: none of its workers (1233) shows any activity"),
     (stuck(stack=frames(*READING, *TRAINER)), "data_loader", "stuck in its data loader: __getitem__ (data.py:20)"),
     (evidence(1, section="left", state="gone", stack=[]), "left", "has left the fit, and its process has ended"),
     (stuck(section="left"), "left", "has left the fit"),
@@ -509,8 +509,8 @@ def test_a_rank_that_left_a_collective_out() -> None:
     culprit = the_culprit(verdict)
     assert (culprit.rank, culprit.kind) == (1, "waiting")
     assert culprit.text == (
-        "has gone on to all_reduce #58 of default_pg without entering all_reduce #3 of group '1', where ranks 0, 2 and "
-        "3 wait for it"
+        "has moved on to all_reduce #58 of default_pg without entering all_reduce #3 of group '1', where ranks 0, 2 "
+        "and 3 wait for it"
     )
     assert verdict.line.count("group '1'") == 1
 
@@ -616,7 +616,7 @@ def test_a_device_that_has_not_begun_what_the_others_run() -> None:
     queued, running = pending("nccl:all_reduce", 57), entry("nccl:all_reduce", 57, **STARTED)
     verdict = diagnose(all_but(2, nccl(done, queued), nccl(done, running)), 4)
     assert the_culprit(verdict).text.startswith(
-        "stuck on its device, which has not begun all_reduce #57 of default_pg although that runs on ranks 0, 1 and 3"
+        "stuck on its device, which has not begun all_reduce #57 of default_pg although it runs on ranks 0, 1 and 3"
     )
     assert [victim.waits_for for victim in verdict.victims] == [(2,)] * 3
 
@@ -702,7 +702,7 @@ def test_who_is_furthest_behind_is_named_if_nothing_else_is_known() -> None:
 def test_nothing_at_all() -> None:
     verdict = diagnose([], 2)
     assert verdict.line == "ranks 0 and 1 are silent: no evidence was found"
-    assert Verdict([], []).line == "nothing came from any rank"
+    assert Verdict([], []).line == "no evidence came from any rank"
 
 
 @pytest.mark.parametrize(
@@ -883,7 +883,7 @@ SCENARIOS: list[tuple[Scenario, int, str, str]] = [
         leave_out_a_collective,
         3,
         "waiting",
-        "has gone on to all_reduce #3 of default_pg without entering all_reduce #3 of group '1', where ranks 0-2 wait",
+        "has moved on to all_reduce #3 of default_pg without entering all_reduce #3 of group '1', where ranks 0-2 wait",
     ),
     (miss_a_barrier, 1, "stuck", "stuck in miss_a_barrier (test_hangs_verdict.py:"),
     (send_nothing, 3, "stuck", "stuck in send_nothing (test_hangs_verdict.py:"),

@@ -298,7 +298,9 @@ def test_what_may_pass_is_told_and_fails_nothing(nvml: Any) -> None:
     checks = nvml(ecc=2, remapped=(1, 2, 0, 0), reasons=0x8 | 0x40, degrees=93)
     assert all(check.ok for check in checks.values())
     assert checks["clocks"].detail.endswith("has 93 °C, too hot, slowed down by the hardware")
-    assert checks["ecc"].detail.endswith("has had 2 uncorrected ECC errors since its last reset, which it contains")
+    assert checks["ecc"].detail.endswith(
+        "has had 2 uncorrected ECC errors since its last reset, which the device has contained"
+    )
 
 
 def test_facts_that_a_gpu_does_not_have_are_left_out(nvml: Any) -> None:

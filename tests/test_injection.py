@@ -417,4 +417,4 @@ def test_says_once_which_data_cannot_be_resumed_exactly(
         make_trainer().fit(Module(), Endless())
         make_trainer().fit(Module())
     (warning,) = (r.getMessage() for r in caplog.records if "may not be exact" in r.getMessage())
-    assert "train data loader 0 is a tests.test_injection.Endless, whose place cannot be read" in warning
+    assert "train data loader 0 is a tests.test_injection.Endless, whose position cannot be read" in warning

@@ -220,8 +220,8 @@ def test_a_generation_with_bad_parts(tmp_path):
     for name, reason in {
         "rank-00000": "yes",
         "rank-00001": "NO: tensor 0",
-        "rank-00002": "NO: it is another one than expected: part is 'rank-00000', not 'rank-00002'",
-        "rank-00003": "NO: it is another one than expected: step is 13, not 12",
+        "rank-00002": "NO: it is not the expected one: part is 'rank-00000', not 'rank-00002'",
+        "rank-00003": "NO: it is not the expected one: step is 13, not 12",
         "common-00-of-02": "NO: it is empty",
         "common-01-of-02": "yes",
     }.items():

@@ -464,10 +464,10 @@ def test_what_is_not_known_in_a_step_is_refused_at_the_start(train: Callable[...
 
         return look
 
-    train(1, refused("Keeps saves a state"), Keeps())
+    train(1, refused("Keeps saves its own state"), Keeps())
     train(1, refused("gathered.value is a list"), Gathers())
-    train(1, refused("Counts saves a state"), callbacks=[Counts()])
-    train(1, refused("Stateful saves a state"), data=Stateful)
+    train(1, refused("Counts saves its own state"), callbacks=[Counts()])
+    train(1, refused("Stateful saves its own state"), data=Stateful)
 
 
 STANDINGS: dict[str, tuple[dict[int, _Standing], list[int] | str]] = {

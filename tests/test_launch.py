@@ -359,7 +359,7 @@ FIT = """
         pytest.param(
             "3",
             "4",
-            "holds another fit: its parameters have other names, shapes or types",
+            "holds another fit: its parameters have different names, shapes or types",
             marks=pytest.mark.campaign,
         ),
     ],

@@ -207,7 +207,7 @@ def exactly(tmp: Path, at: int, rank: int = 0, **options: Any) -> tuple[dict[str
 def test_killed_with_workers_and_in_the_middle_of_epochs_with_validation(tmp_path: Path) -> None:
     options = {"validation": True, "workers": 2, "trainer": {"val_check_interval": 4, "max_epochs": 2}}
     _, text = exactly(tmp_path, 27, **options)
-    assert text.count("one node, so no copies on others") == 1
+    assert text.count("one node, so no copies on other nodes") == 1
 
 
 @pytest.mark.also_as_on_gpu
@@ -687,7 +687,7 @@ def test_a_full_storage_ends_no_training(
     assert seen == [[3, 6], [24, 27]]
     (error,) = errors_in(caplog)
     assert os.strerror(code) in error
-    assert "Training goes on" in error
+    assert "Training continues" in error
 
 
 def test_a_storage_that_is_full_again_is_reported_again(
@@ -718,7 +718,7 @@ def test_a_save_that_fails_unexpectedly_ends_no_training(
 ) -> None:
     ends_well(memory, memory.local(), at={4: lambda trainer: monkeypatch.setattr(shard, "seal", broken)})
     (error,) = errors_in(caplog)
-    assert "step 6 could not be saved (the writer is broken). Training goes on" in error
+    assert "step 6 could not be saved (the writer is broken). Training continues" in error
     assert steps_in(memory.folder) == [3]
 
 
@@ -787,7 +787,7 @@ def test_a_writer_goes_on_that_removes_nothing_since_another_generation_has_begu
     """It still saves for that one; the training hears of it by itself."""
 
     def retire(*arguments: Any) -> None:
-        raise PeerLost("the ranks of this run are others from here on")
+        raise PeerLost("the ranks of this run have changed")
 
     monkeypatch.setattr(NodeStore, "retire", retire)
     ends_well(memory, memory.local(), max_epochs=-1, max_steps=10)
@@ -847,7 +847,7 @@ def test_the_time_for_which_the_training_waits_is_counted(memory: Run, monkeypat
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"every_n_train_steps": 5, "train_time_interval": 5}, "exclude each other"),
+        ({"every_n_train_steps": 5, "train_time_interval": 5}, "mutually exclusive"),
         ({"every_n_train_steps": 0}, "every_n_train_steps must be at least 1, not 0"),
         ({"train_time_interval": 0}, "train_time_interval must be positive"),
         ({"train_time_interval": timedelta(seconds=-1)}, "train_time_interval must be positive, not -1 s"),
@@ -956,8 +956,8 @@ def test_the_interval_is_chosen_and_said(
     said = [float(found[1]) for text in caplog.messages if (found := re.search(r"every ([\d.]+) s after", text))]
     assert said
     assert not any(0.6 < after / before < 1.8 for before, after in pairwise(said)), said
-    assert sum("one node, so no copies on others" in message for message in caplog.messages) == 1
-    assert sum("up to what is best for what they cost" in message for message in caplog.messages) == 1
+    assert sum("one node, so no copies on other nodes" in message for message in caplog.messages) == 1
+    assert sum("up to the best one for the cost of a save" in message for message in caplog.messages) == 1
 
 
 def test_the_first_steps_are_saved_where_the_interval_is_chosen(memory: Run) -> None:
@@ -1620,7 +1620,7 @@ def test_copies_that_are_gone(two_nodes: Path, name: str) -> None:
     assert are_of(step, states)
     assert found == [step]
     assert len(reasons) == (step != 12)
-    assert all("that of step 12 is incomplete: no node has" in reason for reason in reasons)
+    assert all("the one of step 12 is incomplete: no node has" in reason for reason in reasons)
 
 
 def test_a_part_that_does_not_arrive(two_nodes: Path) -> None:
@@ -1662,10 +1662,10 @@ def test_another_number_of_ranks_that_cannot_go_on(two_nodes: Path, ranks: list[
     tried, reasons, states, _ = bring_back(two_nodes, rank_locations(hosts), why_not="nobody can")
     assert (tried, states) == ([], None)
     said = f"was saved by a run of {PLACES} ranks; this fit has {len(ranks)}, and nobody can"
-    assert reasons == [f"that of step {step} {said}" for step in (12, 8)]
+    assert reasons == [f"the one of step {step} {said}" for step in (12, 8)]
     tried, reasons, states, _ = bring_back(two_nodes, rank_locations(hosts), kind="sharded by hand")
     assert (tried, states) == ([], None)
-    assert reasons == [f"that of step {step} was saved by 4 ranks; this fit has {len(ranks)}" for step in (12, 8)]
+    assert reasons == [f"the one of step {step} was saved by 4 ranks; this fit has {len(ranks)}" for step in (12, 8)]
 
 
 OTHERS = {"1": "a", "2 on a node": "aa", "2": "ab", "3": "aab", "5": "aaabb", "6": "abcabc"}
@@ -1701,7 +1701,7 @@ def test_a_damaged_shard_of_a_rank_that_is_no_more(two_nodes: Path) -> None:
 def test_another_strategy(two_nodes: Path) -> None:
     tried, reasons, states, _ = bring_back(two_nodes, kind="sharded by hand")
     assert (tried, states) == ([], None)
-    assert reasons[0] == "that of step 12 was saved by another strategy (whole, not sharded by hand)"
+    assert reasons[0] == "the one of step 12 was saved by another strategy (whole, not sharded by hand)"
 
 
 def test_condemned_generations(two_nodes: Path) -> None:

@@ -508,7 +508,7 @@ def test_a_stop_within_a_bad_step_changes_nothing(action: str, tmp_path: Path) -
     stopped = re.search(r"Stopped at step (\d+)", text)
     assert stopped is not None, text
     is_late = int(stopped[1]) > 24  # of the bad one, where the ranks have agreed a step later
-    assert is_late or "nothing was saved, for the last step was bad" in text
+    assert is_late or "nothing was saved because the last step was bad" in text
     assert found[0] == found[1]
 
 
@@ -716,7 +716,7 @@ def test_every_fit_counts_for_itself(tmp_path: Path) -> None:
 def test_where_only_a_restart_goes_back_the_fit_fails_and_says_so(tmp_path: Path) -> None:
     average = StochasticWeightAveraging(1e-2, swa_epoch_start=1, annealing_epochs=1)
     model = Model(dict.fromkeys(range(10, 13), nan_loss))
-    with pytest.raises(RuntimeError, match="only a restart makes them anew"):
+    with pytest.raises(RuntimeError, match="only a restart can recreate them"):
         fit(model, tmp_path, NaNGuard("rollback"), average, saving(3), max_epochs=4)
     assert outcome(tmp_path)[0] == "failed"
 
@@ -739,7 +739,7 @@ def test_a_resume_in_the_middle_of_averaging_goes_back_by_a_restart_too(
 
     with pytest.raises(RuntimeError, match="on purpose"):
         attempt(Dies())
-    with pytest.raises(RuntimeError, match="only a restart makes them anew"):
+    with pytest.raises(RuntimeError, match="only a restart can recreate them"):
         attempt()
     assert outcome(tmp_path)[0] == "failed"
 
@@ -766,7 +766,7 @@ def test_workers_end_with_their_epoch(tmp_path: Path) -> None:
         ({"action": "ignore"}, "action must be 'skip', 'rollback', 'stop' or 'warn'"),
         ({"max_consecutive": 0}, "max_consecutive must be at least 1"),
         ({"max_rollbacks": -1}, "max_rollbacks must not be negative"),
-        ({"spike_window": 4}, "give that too"),
+        ({"spike_window": 4}, "set spiky_loss_factor, too"),
         ({"spiky_loss_factor": 1.0}, "factor must be above 1"),
         ({"spiky_loss_factor": 2.0, "spike_window": 1}, "window must be at least 2"),
     ],

@@ -386,8 +386,8 @@ def test_without_auto_resume_it_says_what_goes_on(tmp_path: Path, local: bool) -
     config = make(tmp_path, "run", events=events, **options)
     for _ in events:
         text = run(config, tmp_path / "run")[1]
-    assert ("Run the same command again to go on." in text) == local
-    assert ("Without AutoResume nothing goes on from it by itself" in text) != local
+    assert ("Run the same command again to continue." in text) == local
+    assert ("Without AutoResume a restart does not use it automatically" in text) != local
     if not local:
         return
     codes, text = run(config, tmp_path / "run")

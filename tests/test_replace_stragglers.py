@@ -49,7 +49,7 @@ def test_a_slow_process_is_replaced_by_another_one(tmp_path: Path, rank: int) ->
     config, output = launched(tmp_path, 3, slow(rank, life=0), "--replace-stragglers", **more)
     [change] = found_in(config, "stragglers_replaced")
     assert change["ranks"] == [rank], output
-    assert f"Replacing what is too slow: rank {rank} on " in output
+    assert f"Replacing stragglers: rank {rank} on " in output
     assert f"Rank {rank} was too slow: starting a replacement (restart 1)." in output
     assert replaced(config) == [[rank]]
     [saved] = [each for each in found_in(config, "saved") if each["reason"] == "after a loss"]
@@ -109,7 +109,7 @@ def test_a_place_that_is_slow_is_given_up_once(tmp_path: Path) -> None:
     assert len(found_in(config, "stragglers_replaced")) == 1, output
     assert replaced(config) == [[1]]
     assert len(found_in(config, "stragglers")) > 2
-    assert output.count("The run is not stopped, and goes on with its stragglers: there is no other node") == 1
+    assert output.count("The run is not stopped, and continues with its stragglers: there is no other node") == 1
 
 
 @pytest.mark.slow

@@ -114,13 +114,13 @@ def test_it_is_the_content_that_counts_not_where_it_lies() -> None:
 @pytest.mark.parametrize(
     ("digests", "suspects", "says"),
     [
-        ("aab", (2,), "rank 2 holds another state than the other 2"),
-        ("ab", (), "ranks 0 and 1 hold different states: one of the two is wrong, and nothing says which"),
-        ("aabb", (), "no majority says which is wrong: ranks 0, 1 from ranks 2, 3"),
-        ("abc", (), "no majority says which is wrong: rank 0 from rank 1 from rank 2"),
-        ("abaca", (1, 3), "ranks 1, 3 hold another state than the other 3"),
-        ("-aba", (2,), "rank 2 holds another state than the other 2"),
-        ("b" + "a" * 999, (0,), "rank 0 holds another state than the other 999"),
+        ("aab", (2,), "rank 2 holds a different state than the other 2 ranks"),
+        ("ab", (), "ranks 0 and 1 hold different states: one of the two is wrong, and it is unknown which"),
+        ("aabb", (), "without a majority it is unknown which is wrong: ranks 0, 1 from ranks 2, 3"),
+        ("abc", (), "without a majority it is unknown which is wrong: rank 0 from rank 1 from rank 2"),
+        ("abaca", (1, 3), "ranks 1, 3 hold a different state than the other 3 ranks"),
+        ("-aba", (2,), "rank 2 holds a different state than the other 2 ranks"),
+        ("b" + "a" * 999, (0,), "rank 0 holds a different state than the other 999 ranks"),
     ],
 )
 def test_the_majority_names_the_rank(digests: str, suspects: tuple[int, ...], says: str) -> None:
@@ -306,7 +306,7 @@ def test_the_run_goes_back_and_ends_as_if_nothing_had_happened(tmp_path: Path) -
     # On a busy machine the next comparison may find it again before the run goes back.
     assert [ranks for ranks, _ in groupby(found)] == [[1], [2], [0]], text
     assert len(events(config, "rollback")) == 3
-    assert "rank 1 holds another state than the other 2" in text
+    assert "rank 1 holds a different state than the other 2 ranks" in text
     undisturbed, _ = trained(tmp_path, "undisturbed", [])
     assert not events(undisturbed, "divergence")
     assert ended(config) == ended(undisturbed)

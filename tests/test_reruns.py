@@ -207,7 +207,7 @@ def test_determinism_is_counted(tmp_path: Path) -> None:
     [
         ({"rerun": "always"}, "rerun must be 'disabled'"),
         ({"max_reruns": 0}, "max_reruns must be at least 1"),
-        ({"rerun": "validate_results", "action": "warn"}, "lets it happen"),
+        ({"rerun": "validate_results", "action": "warn"}, "lets the step happen"),
     ],
 )
 def test_arguments_that_make_no_sense(arguments: dict[str, Any], message: str) -> None:

@@ -390,7 +390,7 @@ def test_a_lack_of_memory_is_no_verdict(path, monkeypatch):
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
 
     monkeypatch.setattr(shard.torch, "empty", fail)
-    with pytest.raises(OSError, match="there is no memory for 64 bytes"):
+    with pytest.raises(OSError, match="there is not enough memory for 64 bytes"):
         load(path)
 
 
@@ -535,7 +535,7 @@ def test_reasons_say_what_is_wrong(tmp_path):
         "empty": "it is empty",
         "one byte": r"it is truncated \(1 bytes\)",
         "preamble only": r"it is truncated \(64 bytes\)",
-        "text": "it is no shard",
+        "text": "it is not a shard",
         "sparse with a preamble": "it is truncated, or its end is damaged",
         "huge header": "not the one that was written",
     }.items():
@@ -562,7 +562,7 @@ def test_a_foreign_shard_is_refused_with_what_is_foreign(field, path):
     path.write_bytes(data)
     whole = Identity(**{**vars(IDENTITY), field: FOREIGN[field]})
     for expected in (whole, {field: FOREIGN[field]}, {"run": "5f3c", field: FOREIGN[field]}):
-        reason = rejects(path, "it is another one than expected", expected)
+        reason = rejects(path, "it is not the expected one", expected)
         assert f"{field} is {vars(IDENTITY)[field]!r}, not {FOREIGN[field]!r}" in reason
         assert reason.count(" is ") == 2, "nothing else is said to differ"
         for attempt in (lambda e=expected: read_identity(path, e), lambda e=expected: load_bytes(in_memory(data), e)):

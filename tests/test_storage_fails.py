@@ -61,7 +61,7 @@ def test_a_run_directory_that_one_node_has_not_mounted(tmp_path: Path) -> None:
     codes, text = run(apart, tmp_path / "run")
     assert 1 in codes
     assert 0 not in codes
-    assert "files that rank 0 on node-0 writes are not seen on node-1" in text
+    assert "files that rank 0 on node-0 writes are not visible on node-1" in text
     assert list(there.iterdir()) == [], "nothing is begun where the storage ought to be"
     assert untouched(tmp_path)
     codes, text = run(config, tmp_path / "run")

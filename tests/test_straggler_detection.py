@@ -412,7 +412,7 @@ def test_a_run_stops_once_for_a_node_that_is_too_slow(tmp_path: Path) -> None:
     codes, text = to_the_end(config, tmp_path / "run")
     assert codes == [0, 0], text
     assert f"Resuming from step {stopped['step']}" in text
-    assert "The run has been stopped for these devices before, and goes on with them." in text
+    assert "The run has already been stopped because of these devices, and continues with them." in text
     assert len(found_in(config, "straggler_stop")) == 1
     assert (result(config), samples(config)) == undisturbed(tmp_path, **options)
 
@@ -437,7 +437,7 @@ def test_a_run_that_nothing_starts_again_goes_on_with_its_stragglers(tmp_path: P
     assert found_in(config, "straggler_stop") == []
     found = account(ledger.read_ledger(RunDirectory(config["run_dir"]).ledger)).by_category
     assert found["productive"] > found["straggler_wait"] >= first["waited"] - 0.01
-    assert text.count("The run is not stopped: nothing would start it again") == 1
+    assert text.count("The run is not stopped: nothing would restart it") == 1
 
 
 def test_a_fit_that_goes_back_goes_on_with_its_reports(tmp_path: Path) -> None:
@@ -669,7 +669,7 @@ def test_what_most_ranks_are_is_no_straggler(tmp_path: Path, caplog: pytest.LogC
     with listening(caplog):
         trainer_with(tmp_path, *callbacks, limit_train_batches=32).fit(Short())
     assert caplog.text.count("Some GPUs performance dropped") == 2
-    assert caplog.text.count("that is no straggler, and the run is not stopped") == 1
+    assert caplog.text.count("so none counts as a straggler") == 1
     assert found_in({"run_dir": tmp_path / "resilience"}, "straggler_stop") == []
 
 
@@ -710,7 +710,7 @@ def test_those_that_are_not_new_count_for_what_most_ranks_are(
     ("nodes", "cause", "why"),
     [
         (1, "compute", "there is no other node to go on with"),
-        (2, "callbacks", "its callbacks would take as long on any other node"),
+        (2, "callbacks", "the callbacks that make it slow would take as long on any other node"),
         (2, "compute", None),
     ],
 )
@@ -758,7 +758,7 @@ def test_a_run_that_needs_its_slow_node_is_not_stopped_for_nothing(
     StragglerReports._consider_stopping(measuring, [Straggler(1, places[1], "relative", 0.5, "compute")])
     assert len(requests) == len(spares)
     needs = "it needs 2 nodes, and no launch --spare waits"
-    assert said == ([] if spares else [f"The run is not stopped, and goes on with its stragglers: {needs}."])
+    assert said == ([] if spares else [f"The run is not stopped, and continues with its stragglers: {needs}."])
 
 
 @pytest.mark.parametrize(
@@ -784,7 +784,7 @@ def test_arguments_that_make_no_sense(arguments: dict[str, Any], message: str) -
     ("backend", "why"),
     [
         ("cupti", "measures CUDA devices, and this fit runs on cpu"),
-        ("device_events", "needs a device with events that keep their time, not cpu"),
+        ("device_events", "needs a device with timing events, not cpu"),
     ],
 )
 def test_a_backend_that_does_not_work_here_is_refused(backend: Any, why: str, tmp_path: Path) -> None:
@@ -1011,7 +1011,7 @@ def test_events_are_used_where_a_device_has_them(
 def test_a_device_without_events_is_timed_by_the_host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     fit = Fit(monkeypatch, tmp_path, [None], "mps", Event=Event)
     assert measuring(fit).backend == "timer"
-    with pytest.raises(ValueError, match="backend='device_events' needs a device with events"):
+    with pytest.raises(ValueError, match="backend='device_events' needs a device with timing events"):
         measuring(fit, backend="device_events")
     with pytest.raises(ValueError, match="backend='cupti' measures CUDA devices, and this fit runs on mps"):
         measuring(fit, backend="cupti")
@@ -1069,7 +1069,7 @@ def test_kernels_are_not_profiled_beside_pytorchs_profiler(
     with listening(caplog):
         measured = measuring(fit, backend="cupti")
     assert (measured.backend, measured._profiler, made) == ("device_events", None, [])
-    assert caplog.text.count("CUPTI serves one profiler, and the Trainer has PyTorch's") == 1
+    assert caplog.text.count("CUPTI allows only one profiler, and the Trainer uses PyTorch's") == 1
 
 
 def test_it_is_said_where_no_kernel_is_seen(
@@ -1085,7 +1085,7 @@ def test_it_is_said_where_no_kernel_is_seen(
                 a_step(measured, 0.25, 0.5, 1.0)
             measured._report()
             assert measured.callback.report.of_kernels == bool(results)
-            assert caplog.text.count("CUPTI shows no kernel of rank 0") == lines
+            assert caplog.text.count("CUPTI reports no kernels of rank 0") == lines
 
 
 @pytest.mark.parametrize("what", ["PyTorch's profiler is on", "CUPTI_ERROR_MULTIPLE_SUBSCRIBERS"])
@@ -1117,5 +1117,5 @@ def test_a_run_goes_on_where_kernels_are_profiled_no_more(
     report = measured.callback.report
     assert not report.of_kernels
     assert report.relative.tolist() == report.individual.tolist() == [1.0]
-    assert caplog.text.count(f"Kernels are not profiled any more on rank 0: {what}") == 1
+    assert caplog.text.count(f"Kernels are no longer profiled on rank 0: {what}") == 1
     assert made[0].calls == []

@@ -272,14 +272,14 @@ def test_another_layout_is_named(path: Path, layout: dict[str, Any], named: str)
     save(path, 0, OLD, LAYOUT)
     found, problem = load(path, 0, layout, DEFAULTS)
     assert found is None
-    assert problem == f"{path} is ignored: Its timeouts hold for another layout {named}."
+    assert problem == f"{path} is ignored: Its timeouts are for another layout {named}."
 
 
 def entry(**calculated: Any) -> dict[str, Any]:
     return {"version": 1, "fits": {"0": {"calculated": calculated, "layout": LAYOUT, "time": ""}}}
 
 
-SOMETHING_ELSE = "It holds something else than what lightning-resilience writes there."
+SOMETHING_ELSE = "It was not written by lightning-resilience."
 UNUSABLE = {
     "empty": (b"", "not valid JSON"),
     "binary": (b"\x80\x04\x95\xff", "not valid JSON"),

@@ -231,7 +231,7 @@ def test_a_restarted_run_is_one_run_with_all_that_is_known_of_its_ranks(end: str
     assert {"start", "productive"} <= {name for name, _ in bars}
     assert second.config["_wandb/visualize/resilience/time"]["panel_config"]["panelDefId"] == "wandb/bar/v0"
     went_on, *slow_ranks = second.alerts
-    assert went_on == ("WARN", "Went on at step 20 after an interruption", summed_up)
+    assert went_on == ("WARN", "Continued at step 20 after an interruption", summed_up)
     assert {(level, title) for level, title, _ in slow_ranks} == {("WARN", "Stragglers")}
     assert not [alert for alert in first.alerts if alert[1] != "Stragglers"]
 

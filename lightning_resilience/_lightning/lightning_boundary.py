@@ -112,18 +112,18 @@ def why_state_is_unknown(trainer: Trainer, module: LightningModule) -> str | Non
     if not module.automatic_optimization or len(trainer.optimizers) != 1:
         return "optimization is manual"
     if has_grad_scaler(trainer):
-        return "there is a gradient scaler"
+        return "a gradient scaler is in use"
     if lightning_data.loader_states(trainer) is not None:
-        return "each rank's data loader has a state of its own"
+        return "each rank's data loader has its own state"
     if is_named(fetcher, "_DataLoaderIterDataFetcher") or lightning_data.fetches_ahead_here(trainer):
         return "batches are fetched ahead"
     if lightning_checkpoints.uses_last_argument(module.on_save_checkpoint, 1):
-        return f"{type(module).__name__} saves a state of its own"
+        return f"{type(module).__name__} saves its own state"
     if any(type(each).get_extra_state is not torch.nn.Module.get_extra_state for each in module.modules()):
-        return "a layer has a state beside its tensors"
+        return "a layer has state besides its tensors"
     data: Any = getattr(trainer, "datamodule", None)
     if data is not None and data.state_dict():
-        return f"{type(data).__name__} saves a state of its own"
+        return f"{type(data).__name__} saves its own state"
     return next(_callbacks_with_state(lightning_callbacks.callbacks(trainer)), None)
 
 
@@ -133,4 +133,4 @@ def _callbacks_with_state(callbacks: Iterable[Any]) -> Iterator[str]:
             continue
         base = next(cls for cls in type(each).__mro__ if cls.__name__ == "Callback")
         if any(getattr(type(each), hook) is not getattr(base, hook) for hook in ("state_dict", "on_save_checkpoint")):
-            yield f"{type(each).__name__} saves a state of its own"
+            yield f"{type(each).__name__} saves its own state"

@@ -41,7 +41,7 @@ def why_others_cannot_log(trainer: Trainer) -> str | None:
     known = file_loggers(trainer)
     if other := next((each for each in trainer.loggers if each not in known), None):
         return f"{type(other).__name__} logs from the process of rank 0"
-    return None if are_lightnings_own(known) else "a logger of the script's own logs from the process of rank 0"
+    return None if are_lightnings_own(known) else "a logger defined by the script logs from the process of rank 0"
 
 
 def set_logger_folder(logger: Any, save_dir: str, version: int | str | None) -> None:

@@ -266,7 +266,7 @@ def _merged_metric(metric: Metric, states: Sequence[dict[str, Any]]) -> dict[str
             merged[key] = reduce(torch.stack(values))
     if left_out:
         what = f"{type(metric).__name__} has no reduction over ranks for {', '.join(left_out)}"
-        log.warning("%s: what an absent rank had there is left out in this epoch.", what)
+        log.warning("%s: the values of absent ranks are left out in this epoch.", what)
     return {**states[0], "state": merged, "updates": sum(each["updates"] for each in states)}
 
 

@@ -43,19 +43,19 @@ def why_not(trainer: Trainer, loader: Any, before: int = 0) -> str | None:
         before: How many ranks there were when the script may have made it.
     """
     if not isinstance(loader, DataLoader):
-        return f"{type(loader).__name__} is no DataLoader of torch's"
+        return f"{type(loader).__name__} is not a torch DataLoader"
     if isinstance(loader.dataset, IterableDataset):
-        return "an iterable dataset divides itself"
+        return "an iterable dataset divides its own samples"
     if hasattr(loader, "load_state_dict"):
-        return f"{type(loader).__name__} keeps its place itself"
+        return f"{type(loader).__name__} keeps its own position"
     if sized_len(loader) is None:
-        return "it is not known how many batches there are"  # Lightning fetches one ahead, then
+        return "the number of batches is unknown"  # Lightning fetches one ahead, then
     if isinstance(loader.sampler, DistributedSampler):
         counts = {trainer.world_size, _parts(trainer, None), max(before, trainer.world_size)}
         if _wrapped(loader.sampler) is not None:
             return None
         if type(loader.sampler) is not DistributedSampler or loader.sampler.num_replicas not in counts:
-            return f"the script's {type(loader.sampler).__name__} divides them in a way of its own"
+            return f"the script's {type(loader.sampler).__name__} divides the samples in its own way"
     elif not trainer._accelerator_connector.use_distributed_sampler:
         return "the Trainer has use_distributed_sampler=False"
     return None
@@ -239,7 +239,7 @@ class TrainingData:
             # A batch of all processes that cannot be divided is rounded down by such a script.
             is_rounded = size and its and was and int(its) <= size <= int(its + Fraction(division.before - 1, world))
             if is_rounded and was is not None and was.denominator == 1 and size != was and _has_plain_batches(loader):
-                self.resized = f"of {was} samples, although the script's are of {size} now"
+                self.resized = f"of {was} samples, although the script now makes batches of {size}"
                 size = int(was)
             found.append(size)
         return found
@@ -250,7 +250,7 @@ class TrainingData:
         if not is_plain and (self.share != 1 or not is_as_before):
             return f"a {type(loader.batch_sampler).__name__} makes the batches"
         if not is_as_before and not are_made_again:
-            return f"the script's batches are of {size} samples and were of {was}"
+            return f"the script's batches have {size} samples and had {was}"
         if size is None or not is_plain:
             return None
         now = size * self.share
@@ -259,7 +259,7 @@ class TrainingData:
         samples, drops = len(loader.dataset), (loader.drop_last, getattr(loader.sampler, "drop_last", False))  # type: ignore[arg-type]
         among, before = (count // self._alike(loader) for count in (self._among, self._division.before))
         if _steps(samples, among, now, *drops) != _steps(samples, before, now * among / before, *drops):
-            return "drop_last leaves out other samples"
+            return "drop_last would leave out different samples"
         return None
 
     def _alike(self, loader: DataLoader[Any]) -> int:
@@ -272,7 +272,7 @@ class TrainingData:
         now = order_of(self._sampler_of(self._ranks[0], loader, order, shuffle=True, mode=None))
         if now == order or (now[0] == "DistributedSampler" and is_of_one(order)):
             return None
-        return f"this epoch has the order of a {order[-1] if len(order) < 3 else order[0]} and not this one"
+        return f"this epoch has the order of a {order[-1] if len(order) < 3 else order[0]}, not the current one"
 
     def _sampler_of(self, rank: int, loader: DataLoader[Any], order: Order | None, shuffle: bool, mode: Any) -> Any:
         connector: Any = sys.modules[type(self._trainer._data_connector).__module__]

@@ -127,8 +127,8 @@ class BehindStep:
         self._begun.update((each, _Gradient.of(each)) for each in optimizers)
         if self._waited == _MOST_WAITED and self._trainer.is_global_zero:
             log.warning(
-                "Some optimizer's gradients have waited for its step behind each of %d batches. Saves wait no longer, "
-                "and do not hold what was accumulated.",
+                "An optimizer still had unapplied gradients after each of %d batches. Saving anyway, without the "
+                "accumulated gradients.",
                 _MOST_WAITED,
             )
         return is_behind and (not self._waited or self._waited >= _MOST_WAITED)

@@ -59,8 +59,8 @@ STRATEGIES = {
     "FSDPStrategy": StrategyTraits(is_sharded=True),
     "DeepSpeedStrategy": StrategyTraits(
         is_sharded=True,
-        refused="A fit with DeepSpeedStrategy cannot be resumed exactly: DeepSpeed's engine keeps weights, optimizers "
-        f"and loss scale for itself, and saves them in a way of its own. {_INSTEAD}.",
+        refused="A fit with DeepSpeedStrategy cannot be resumed exactly: DeepSpeed's engine manages weights, "
+        f"optimizers and loss scale itself, and saves them in its own way. {_INSTEAD}.",
     ),
     "SingleDeviceXLAStrategy": StrategyTraits(refused="TPUs (SingleDeviceXLAStrategy) are not supported."),
     "XLAStrategy": StrategyTraits(refused="TPUs (XLAStrategy) are not supported."),
@@ -136,7 +136,7 @@ def why_not_apart(trainer: Trainer) -> str | None:
     if name_of(strategy) not in ("DDPStrategy", "SingleDeviceStrategy"):
         return f"{type(strategy).__name__} is not plain DDP. Use strategy='ddp'."
     if trainer.precision == "16-mixed":
-        return "in precision 16-mixed each rank would scale its losses in its own way. Use bf16-mixed."
+        return "in precision 16-mixed each rank would use its own loss scale. Use bf16-mixed."
     if has_static_graph(trainer):
         return "DDPStrategy(static_graph=True) reduces gradients in its first step. Leave it out."
     if getattr(strategy, "_ddp_comm_hook", None) is not None:
@@ -149,7 +149,7 @@ def why_not_apart(trainer: Trainer) -> str | None:
 def reduce_no_gradients(trainer: Trainer, patches: Patches) -> str | None:
     """Has DDP leave gradients, and buffers, as each rank has them; returns why it would not, if so."""
     if trainer.val_check_batch is None:  # a time is given
-        return "val_check_interval as a time would have each rank validate in another step. Use a number of batches."
+        return "ranks would validate at different steps if val_check_interval is a time. Use a number of batches."
     ddp = ddp_wrapper(trainer)
     if ddp is None:
         return "the model is not wrapped in DistributedDataParallel." if trainer.world_size > 1 else None

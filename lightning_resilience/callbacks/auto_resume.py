@@ -22,16 +22,16 @@ class AutoResume(SessionCallback):
     The state is saved into the run directory between batches, when everything due after a batch (validation, scheduler
     steps, early stopping) has happened, and never within an accumulation window. It holds what Lightning saves, and the
     random states of every rank, the position in the data, the metrics of the epoch and the order in which DDP reduces.
-    ``fit()`` resumes from the newest checkpoint that verifies; one that does not is moved to ``quarantine`` with the
-    reason. A finished fit is restored, not trained again, unless the limit that ended it has been raised:
+    ``fit()`` resumes from the newest checkpoint that verifies; a checkpoint that does not is moved to ``quarantine``
+    with the reason. A finished fit is restored, not trained again, unless the limit that ended it has been raised:
     ``max_epochs``, ``max_steps``, ``max_time`` or the patience of an ``EarlyStopping``.
 
-    An explicit ``fit(ckpt_path=...)`` takes precedence, and what was saved before is set aside in ``quarantine``. If it
-    is the path from which the fit was last started, or the newest that a ``ModelCheckpoint`` of this fit has saved in
-    its folder, the run resumes from its own newest checkpoint.
+    An explicit ``fit(ckpt_path=...)`` takes precedence, and earlier checkpoints of the run are set aside in
+    ``quarantine``. If it is the path from which the fit was last started, or the newest file that a ``ModelCheckpoint``
+    of this fit has saved in its folder, the run resumes from its own newest checkpoint instead.
 
     While this callback is in use, Lightning's own checkpoints (``ModelCheckpoint``, ``trainer.save_checkpoint``) are
-    written atomically, to disk, and with a checksum too. Whenever ``ModelCheckpoint`` saves, the state to resume from
+    also written atomically, to disk, and with a checksum. Whenever ``ModelCheckpoint`` saves, the state to resume from
     is saved at the next boundary.
 
     Args:

@@ -37,14 +37,14 @@ class FaultTolerance(SessionCallback):
     ``out_of_section``  the rest: the ends of epochs and validations, new data-loader iterators
     ==================  ==================================================================================
 
-    Under ``launch`` a rank is watched from its first line on, before and after a fit in section ``start``: while it and
-    its child processes neither compute nor read nor write.
+    Under ``launch`` a rank is watched from its first line on. Before and after a fit it is in section ``start``, which
+    counts the time in which the rank and its child processes neither compute nor read nor write.
 
     When a rank is overdue, the watchdog collects evidence of all ranks (Python stacks, the state in the kernel, torch's
-    Flight Recorder) in ``RUN_DIR/diagnostics``, logs which rank is stuck and how, and ends the ranks; what started them
-    (``lightning-resilience launch``, ``ft_launcher``, ``torchrun``) restarts them. A rank that a debugger holds, or
-    that is still writing a checkpoint, is not ended. Under ``ft_launcher`` NVRx's rank monitors get the same sections
-    with slightly longer timeouts: they end what the watchdog could not.
+    Flight Recorder) in ``RUN_DIR/diagnostics``, logs which rank is stuck and how, and ends the ranks. The launcher that
+    started them (``lightning-resilience launch``, ``ft_launcher``, ``torchrun``) restarts them. A rank that a debugger
+    holds, or that is still writing a checkpoint, is not ended. Under ``ft_launcher`` NVRx's rank monitors get the same
+    sections with slightly longer timeouts: they end ranks that the watchdog could not end.
 
     Args:
         autoresume: When the fit has finished, create the file named in ``FAULT_TOL_FINISHED_FLAG_FILE``, if any; warn
@@ -59,8 +59,8 @@ class FaultTolerance(SessionCallback):
         exc_handling_policy: Called with the exception that ends the fit on a rank. Returns ``"exclude_this_node"``,
             ``"shutdown_workload"``, NVRx's ``WorkloadControlRequest``, or ``None`` for the usual handling.
         section_timeouts: The timeouts: a :class:`~lightning_resilience.detect.hangs.timeouts.SectionTimeouts`, a
-            mapping, or text such as ``"setup:600,step:180"`` in seconds. Default: the launcher's, else
-            Megatron-Bridge's values. That of ``start`` is always the launcher's.
+            mapping, or text such as ``"setup:600,step:180"`` in seconds. Default: the launcher's, otherwise
+            Megatron-Bridge's values. The timeout of ``start`` is always the launcher's.
         engine: What ends hung ranks besides the watchdog: ``"nvrx"`` (NVRx's rank monitors; needs ``ft_launcher``),
             ``"watchdog"`` (nothing else), ``"auto"`` (NVRx's monitors where they run).
         health_check_interval_steps: Number of steps between two small collectives of all ranks, with a deadline

@@ -26,35 +26,35 @@ class LocalCheckpoint(SessionCallback):
 
     Parameters and optimizer state are copied while the next batch is computed, then verified, written and replicated in
     the background. On a restart ``fit()`` resumes from the newest state that all ranks can verify, local or global.
-    What does not verify is quarantined, and its copy, an older local checkpoint or the newest global one is used.
+    A file that does not verify is quarantined; its copy, an older local checkpoint or the newest global one is used.
 
     In DDP a node keeps one copy of the state that all ranks share, split among its ranks, and the state that only one
-    rank has. A checkpoint counts only if the digests of the shared state agree (with
-    :class:`~lightning_resilience.ReplicaCheck` the run rolls back where they do not). Strategies that shard (FSDP2,
-    tensor parallelism) save the shards; nothing is gathered. With several nodes each rank's own file is copied to
-    another node too.
+    rank has. A checkpoint counts only if the digests of the shared state agree (if they do not,
+    :class:`~lightning_resilience.ReplicaCheck` rolls the run back). Strategies that shard (FSDP2, tensor parallelism)
+    save the shards; nothing is gathered. With several nodes each rank's own file is also copied to another node.
 
-    Local checkpoints belong to the strategy that saved them and, unless steps can stay the same with others (plain
-    DDP), to the number of ranks; else the run resumes from its newest global checkpoint
-    (:class:`~lightning_resilience.AutoResume`). They are removed when its final state is saved.
+    A local checkpoint can be used only by the strategy that saved it and by the same number of ranks, unless steps can
+    stay the same with another number (plain DDP). Otherwise the run resumes from its newest global checkpoint
+    (:class:`~lightning_resilience.AutoResume`). Local checkpoints are removed when the run's final state is saved.
 
     Args:
-        dir: Folder on storage of the node, in which ``local_ckpt-<user id>/<host>`` is created. Default: that of
-            ``launch --local-dir``, else node memory (``/dev/shm``), which survives the processes but not the node.
+        dir: Folder on storage of the node, in which ``local_ckpt-<user id>/<host>`` is created. Default: the folder of
+            ``launch --local-dir``, otherwise node memory (``/dev/shm``), which survives the processes but not the node.
         every_n_train_steps: Save whenever ``trainer.global_step`` is a multiple of this.
         train_time_interval: Save when this much time has passed since the last save: a ``timedelta`` or seconds.
-            Default: chosen, unless ``every_n_train_steps`` is given, from the measured cost of a save and the rate of
-            failures (arXiv 2410.18124); the first save comes after three steps, then intervals double up to that.
-        keep: Number of complete local checkpoints to keep, at least 2: the newest may turn out to be damaged. One more
-            is being written.
+            Default: chosen from the measured cost of a save and the rate of failures (arXiv 2410.18124), unless
+            ``every_n_train_steps`` is given; the first save comes after three steps, then intervals double up to the
+            chosen one.
+        keep: Number of complete local checkpoints to keep, at least 2: the newest may turn out to be damaged. Storage
+            must hold one more, which is being written.
         replication: Whether to keep copies on other nodes; ``"auto"``: if there are several nodes.
         replication_factor: Number of nodes that hold a rank's files, its own included.
         replication_jump: Distance in ranks between two ranks that hold copies of each other's files. Default: the
             number of ranks of a node.
-        probation_steps: Number of optimizer steps after a resume within which a training that diverges (``NaNGuard``
-            finds it) counts against the checkpoint that was loaded.
+        probation_steps: Number of optimizer steps after a resume. If training diverges within them (as ``NaNGuard``
+            finds), this counts against the checkpoint that was loaded.
         async_save: Write in the background. ``False``: the training waits until the checkpoint is complete on all
-            nodes. ``"auto"``: as ``AutoResume`` of the same Trainer does.
+            nodes. ``"auto"``: as the ``AutoResume`` of the same Trainer does.
         run_dir: The run directory, on storage that all nodes share. Default: ``resilience`` in the Trainer's
             ``default_root_dir``. Under ``launch``, its ``--run-dir`` takes precedence.
 
@@ -86,7 +86,7 @@ class LocalCheckpoint(SessionCallback):
     ) -> None:
         super().__init__()
         if every_n_train_steps is not None and train_time_interval is not None:
-            raise ValueError("every_n_train_steps and train_time_interval exclude each other: give one of them.")
+            raise ValueError("every_n_train_steps and train_time_interval are mutually exclusive: give only one.")
         if every_n_train_steps is not None and every_n_train_steps < 1:
             raise ValueError(f"every_n_train_steps must be at least 1, not {every_n_train_steps}.")
         if train_time_interval is not None:

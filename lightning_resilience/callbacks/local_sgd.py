@@ -1,4 +1,4 @@
-"""``LocalSGD``: ranks train apart and exchange what they have trained now and then."""
+"""``LocalSGD``: ranks train independently and exchange their parameters every few steps."""
 
 from __future__ import annotations
 
@@ -25,30 +25,30 @@ _STATE = "LocalSGD"
 
 
 class LocalSGD(SessionCallback):
-    """Has DDP's ranks train apart and exchange what they have trained every so many steps: for slow links.
+    """Has DDP's ranks train independently and exchange their parameters every few steps: for slow links.
 
     Without an outer optimizer it is local SGD (https://arxiv.org/abs/1805.09767): parameters are replaced by their
-    means. With one it is DiLoCo (https://arxiv.org/abs/2311.08105): what the ranks have changed on average is the
-    gradient of its step. What the ranks' own optimizers keep (moments) is replaced by its means, too, and buffers are
-    taken from rank 0, as in DDP: so all ranks hold the same, bit for bit, behind an exchange, and one of them speaks
-    for all.
+    means. With an outer optimizer it is DiLoCo (https://arxiv.org/abs/2311.08105): the mean change of the ranks'
+    parameters is the gradient of the outer step. The state of the ranks' own optimizers (moments) is also replaced by
+    its means, and buffers are taken from rank 0, as in DDP. So after an exchange all ranks hold the same state, bit for
+    bit, and any one of them can save it for all ranks.
 
-    The state is saved, and a signal or a rollback takes effect, only there; so every resume is exact, and after a
-    failure at most ``exchange_every`` steps more are done again. Where a signal leaves too little time for that, the
-    ranks exchange ahead of time; such a stop loses nothing, but the steps after it are not those of a run that was not
-    stopped. The ranks also exchange before each validation, before Lightning or another callback saves a checkpoint,
-    and at the end of an epoch: best at multiples of ``exchange_every``.
+    Only after an exchange is the state saved, and does a signal or a rollback take effect. So every resume is exact,
+    and a failure repeats at most ``exchange_every`` more steps. Where a signal leaves too little time for that, the
+    ranks exchange early; such a stop loses nothing, but the steps after it differ from a run that was not stopped. The
+    ranks also exchange before each validation, before Lightning or another callback saves a checkpoint, and at the end
+    of an epoch. These are best at multiples of ``exchange_every``.
 
-    Between two exchanges no gradients are sent; what the module logs with ``sync_dist=True``, or
-    ``SyncBatchNorm``, still is. Each rank clips its own gradients. Averages of weights in Lightning's callbacks (EMA)
-    are exchanged, too, and so are frozen parameters that the module itself changes.
+    Between two exchanges no gradients are sent. Values that the module logs with ``sync_dist=True``, and
+    ``SyncBatchNorm``, are still synchronized. Each rank clips its own gradients. Averages of weights in Lightning's
+    callbacks (EMA) and frozen parameters that the module itself changes are exchanged, too.
 
     Args:
-        exchange_every: How many optimizer steps are between two exchanges; 1: in every step. Local SGD usually takes 4
-            to 64, DiLoCo 500, behind first steps of usual training.
-        outer_optimizer: Makes an optimizer of a list of parameters, as a class with its arguments does:
-            ``functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)``. That one needs memory for two
-            copies of the parameters that are trained, for four while it makes its step, and is saved with the state.
+        exchange_every: Number of optimizer steps between two exchanges; 1: in every step. Local SGD usually takes 4 to
+            64, DiLoCo 500, after first steps of usual training.
+        outer_optimizer: Makes an optimizer from a list of parameters, such as
+            ``functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)``. The outer optimizer needs
+            memory for two copies of the trained parameters, and for four during its step. It is saved with the state.
         run_dir: The run directory, on storage that all nodes share. Default: ``resilience`` in the Trainer's
             ``default_root_dir``. Under ``launch``, its ``--run-dir`` takes precedence.
 
@@ -95,4 +95,4 @@ class LocalSGD(SessionCallback):
         if session_of(trainer, self) and isinstance(exchanges, Exchanges):
             exchanges.loaded = checkpoint.get(_STATE)
             if exchanges.loaded is None and self.outer_optimizer is not None and trainer.is_global_zero:
-                log.info("The checkpoint holds no state of the outer optimizer, which begins anew.")
+                log.info("The checkpoint holds no state of the outer optimizer, so it begins anew.")

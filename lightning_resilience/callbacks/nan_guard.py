@@ -33,36 +33,37 @@ class NaNGuard(SessionCallback):
     """Skips steps with non-finite losses or gradients, or loss spikes, and rolls back if necessary.
 
     All ranks reach the same verdict before the optimizer changes anything. A skipped step leaves parameters, moments,
-    weight decay and the running statistics of batch normalisation bitwise unchanged. ``trainer.global_step`` and
-    learning-rate schedules go on, as where a gradient scaler skips a step.
+    weight decay and the running statistics of batch normalization bitwise unchanged. ``trainer.global_step`` and
+    learning-rate schedules advance, as they do when a gradient scaler skips a step.
 
     After too many skipped steps in a row the run rolls back to the newest verified checkpoint
     (:class:`~lightning_resilience.LocalCheckpoint`, :class:`~lightning_resilience.AutoResume`), in the same processes,
-    bitwise as a restart would; the batches of the bad steps are skipped from then on, also after a restart. A
-    checkpoint after which training diverges within its first steps is marked bad, and an older one is used.
+    bitwise as a restart would. From then on the batches of the bad steps are skipped, also after a restart. If training
+    diverges within the first steps after a checkpoint, that checkpoint is marked bad, and an older one is used.
 
     On an accelerator the host does not wait: an optimizer with ``fused=True`` skips the step on the device, and the
-    host counts it some steps later. With any other optimizer a bad step has happened by then, and the run rolls back,
-    whatever ``action`` says but ``"stop"``. The same holds where sharded gradients are not clipped by norm. Which of
-    these holds is logged at the start.
+    host counts it some steps later. With any other optimizer the bad step has happened by then, and the run rolls back
+    for every ``action`` except ``"stop"``. The same holds where sharded gradients are not clipped by norm. The start of
+    the fit logs which case applies.
 
     Args:
         action: What follows a bad step. ``"skip"``: the step is skipped; after ``max_consecutive`` in a row the run
             rolls back. ``"rollback"``: the run rolls back at once. ``"stop"``: the step is skipped, the state is saved
-            and the run ends. ``"warn"``: the step is logged and happens.
+            and the run ends. ``"warn"``: the step is logged and applied.
         max_consecutive: Number of steps in a row that may be skipped (KempnerForge's name and default).
-        max_rollbacks: Number of rollbacks for the same bad steps, restarts included; if the last one was to a local
-            checkpoint, as many to checkpoints of the run directory. Then the run ends and is not retried.
+        max_rollbacks: Number of rollbacks for the same bad steps, restarts included. If the last one was to a local
+            checkpoint, the same number of rollbacks to checkpoints of the run directory follows. Then the run ends and
+            is not retried.
         check_grads: Whether gradients are checked. Losses always are.
         spiky_loss_factor: A loss of this many times the reference is a bad step too; Megatron uses 10. ``None``: no
             limit.
         spike_window: The reference is the mean of this many accepted losses of the rank. Default: the largest of the
             first 100 losses, as in Megatron.
-        rerun: ``"validate_results"``: run a bad step again, with the same random numbers, and if it is bad again, after
-            a restart on other devices: this tells a hardware fault from bad data (Megatron's rerun machine).
+        rerun: ``"validate_results"``: run a bad step again, with the same random numbers. If it is bad again, run it
+            after a restart on other devices. This tells a hardware fault from bad data (Megatron's rerun machine).
             ``"report_determinism_stats"``: run every batch twice and count steps with different results. Both make the
             host wait in every step, and need automatic optimization without accumulation.
-        max_reruns: Number of restarts for the same batch where there are no other devices.
+        max_reruns: Number of restarts for the same batch if there are no other devices.
         run_dir: The run directory, on storage that all nodes share. Default: ``resilience`` in the Trainer's
             ``default_root_dir``. Under ``launch``, its ``--run-dir`` takes precedence.
 
@@ -100,10 +101,10 @@ class NaNGuard(SessionCallback):
         if spike_window is not None and spike_window < 2:
             raise ValueError(f"spike_window must be at least 2, not {spike_window}.")
         if spike_window is not None and spiky_loss_factor is None:
-            raise ValueError("spike_window says what spiky_loss_factor is a multiple of: give that too.")
+            raise ValueError("spike_window defines the reference of spiky_loss_factor: set spiky_loss_factor, too.")
         if rerun == "validate_results" and action == "warn":
             raise ValueError(
-                "rerun='validate_results' decides what follows a bad step, and action='warn' lets it happen."
+                "rerun='validate_results' decides what follows a bad step, but action='warn' lets the step happen."
             )
         if max_reruns < 1:
             raise ValueError(f"max_reruns must be at least 1, not {max_reruns}.")
@@ -167,7 +168,7 @@ def _why_not(settings: NaNGuard, trainer: Trainer) -> str | None:
         return "in precision 16-mixed losses are scaled, and spikes cannot be seen; use bf16-mixed."
     if settings.rerun != "disabled":
         if lightning_callbacks.callbacks_named(trainer, "LocalSGD"):
-            return "rerun needs ranks that make their steps together, not LocalSGD; use rerun='disabled'."
+            return "rerun needs ranks that train in lockstep, and with LocalSGD they do not; use rerun='disabled'."
         if lightning_progress.accumulates(trainer) or not trainer.lightning_module.automatic_optimization:
             return "rerun needs automatic optimization without accumulation; use rerun='disabled'."
         if lightning_steps.has_grad_scaler(trainer):
@@ -177,10 +178,10 @@ def _why_not(settings: NaNGuard, trainer: Trainer) -> str | None:
         sharded = trainer.world_size > 1 and lightning_strategies.traits_of(trainer.strategy).all_ranks_write
         if settings.rerun == "validate_results" and sharded and not lightning_steps.clips_by_norm(trainer):
             return (
-                "a batch is run again by all ranks or by none, and with sharded gradients they all know of a bad step "
-                "only if gradients are clipped by their norm: rerun='validate_results' needs gradient_clip_val (inf "
-                "changes nothing)."
+                "all ranks must run a batch again together. With sharded gradients they all learn of a bad step only "
+                "if gradients are clipped by norm: rerun='validate_results' needs gradient_clip_val (inf changes "
+                "nothing)."
             )
     if trainer.strategy.handles_gradient_accumulation:
-        return f"{type(trainer.strategy).__name__} steps its optimizers in a way of its own, which cannot be guarded."
+        return f"{type(trainer.strategy).__name__} steps its optimizers in its own way, which cannot be guarded."
     return None

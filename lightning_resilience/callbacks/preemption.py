@@ -33,15 +33,15 @@ class Preemption(SessionCallback):
     on an unfinished model. A signal before the training starts takes effect at its first boundary. A second signal,
     more than two seconds later, or the end of the grace period ends the process at once; the newest checkpoint remains.
 
-    A handler that the script has set is called as well and is restored after the fit; what it raises during the fit is
-    held back until the run has stopped. Lightning's own SIGTERM handler, which broadcasts inside the handler and can
-    deadlock DDP, is not used; its requeuing of Slurm jobs (``SLURMEnvironment(auto_requeue=True)``) happens at the
-    boundary.
+    A handler that the script has set is called as well and is restored after the fit; an exception that it raises
+    during the fit is held back until the run has stopped. Lightning's own SIGTERM handler, which broadcasts inside the
+    handler and can deadlock DDP, is not used; its requeuing of Slurm jobs (``SLURMEnvironment(auto_requeue=True)``)
+    happens at the boundary.
 
     Args:
         signals: The signals that stop the run: names, numbers or ``signal.Signals``. Default: SIGTERM.
         grace_period_s: Time from the signal to the end of the process: a ``timedelta`` or seconds; 0: no limit. Under
-            ``launch`` its ``--grace-period`` holds, or a shorter time that is given here.
+            ``launch`` its ``--grace-period`` applies, or a shorter time that is given here.
         enable_exit_handler_for_data_loader: Whether data-loader workers ignore the signals, so that a signal to the
             whole process group does not fail the step in progress (Megatron-Bridge's name).
         run_dir: The run directory, on storage that all nodes share. Default: ``resilience`` in the Trainer's
@@ -69,10 +69,10 @@ class Preemption(SessionCallback):
     ) -> None:
         super().__init__()
         if isinstance(signals, (str, int)) or not isinstance(signals, Iterable):
-            raise TypeError(f"signals must be a list of signals, not {shown(signals)}: give signals=['SIGTERM'], say.")
+            raise TypeError(f"signals must be a list of signals, not {shown(signals)}: e.g. signals=['SIGTERM'].")
         self.signals = tuple(dict.fromkeys(_to_signal(each) for each in signals))
         if not self.signals:
-            raise ValueError("signals must not be empty: there is nothing to stop the run on.")
+            raise ValueError("signals must not be empty: no signal would stop the run.")
         self.grace_period_s = duration("grace_period_s", grace_period_s).total_seconds()
         if self.grace_period_s < 0:
             raise ValueError(f"grace_period_s must not be negative, not {grace_period_s}; 0 is no limit.")
@@ -150,8 +150,8 @@ def _to_signal(value: signal.Signals | int | str) -> signal.Signals:
         raise ValueError(f"{found.name} cannot be caught by any process.")
     if found in _SENT_FOR_ERRORS:
         raise ValueError(
-            f"{found.name} says that this process has failed, and nothing can be saved then: give another signal."
+            f"{found.name} means that this process has failed, and then nothing can be saved: give another signal."
         )
     if found is signal.SIGCHLD:
-        raise ValueError("SIGCHLD says that a child process has ended, such as a data worker: give another signal.")
+        raise ValueError("SIGCHLD means that a child process has ended, such as a data worker: give another signal.")
     return found

@@ -12,25 +12,25 @@ from lightning_resilience.fit.session import FitSession
 
 
 class ReplicaCheck(SessionCallback):
-    """Finds a rank whose weights differ from those of the others, names it, and rolls back.
+    """Finds a rank whose weights differ from the other ranks, names it, and rolls back.
 
-    In DDP all ranks hold the same parameters and optimizer state, bit for bit, and with replicas of FSDP2's shards
-    (HSDP) those with the same shard. After a silent error (a bit that flips in memory, a core that miscalculates) one
-    does not. Nothing notices: the gradients of different models are averaged, and a checkpoint holds one of them, or a
-    mixture.
+    In DDP all ranks hold the same parameters and optimizer state, bit for bit. With replicas of FSDP2's shards (HSDP)
+    all ranks with the same shard do. After a silent error (a bit that flips in memory, a core that miscalculates) one
+    rank differs. Without this check nothing notices: the gradients of different models are averaged, and a checkpoint
+    holds one of these models, or a mixture.
 
     Whenever the state is saved, each rank computes a digest of what it holds, and the digests are compared: for local
     saves (:class:`~lightning_resilience.LocalCheckpoint`) in the background, for global ones
-    (:class:`~lightning_resilience.AutoResume`) where the ranks meet for the save. A step without a save does nothing.
-    Where digests differ, that state does not count, the rank that differs from the majority is named (of two ranks,
-    both), and the run rolls back to the newest checkpoint on which all agreed, in the same processes, bitwise as a
-    restart would. A non-finite loss for that reason is not blamed on its batch
-    (:class:`~lightning_resilience.NaNGuard`).
+    (:class:`~lightning_resilience.AutoResume`) where the ranks meet for the save. A step without a save costs nothing.
+    If digests differ, that state does not count. The rank that differs from the majority is named (of two ranks, both),
+    and the run rolls back to the newest checkpoint on which all ranks agreed, in the same processes, bitwise as a
+    restart would. :class:`~lightning_resilience.NaNGuard` does not blame a non-finite loss with this cause on its
+    batch.
 
-    Not compared is what may differ between ranks: buffers, such as the statistics of batch normalisation without
-    synchronisation; random states, metrics, the position in the data; parameters that were frozen when training began.
-    Without replicas (FSDP, tensor parallelism, ``ZeroRedundancyOptimizer``, models averaged now and then, a single
-    rank) the callback does nothing and logs that once.
+    State that may differ between ranks is not compared: buffers, such as the statistics of batch normalization without
+    synchronization; random states, metrics, the position in the data; parameters that were frozen when training began.
+    Without replicas (FSDP, tensor parallelism, ``ZeroRedundancyOptimizer``, models that are averaged now and then, a
+    single rank) the callback does nothing and logs that once.
 
     Args:
         max_rollbacks: Number of rollbacks for the same divergence, restarts included. Then the fit fails; a launcher

@@ -19,31 +19,31 @@ if TYPE_CHECKING:
 
 
 class StragglerDetection(SessionCallback):
-    """Names the slow ranks that the others wait for.
+    """Names the slow ranks that the other ranks wait for.
 
-    Compared is each rank's own work: the time that it does not wait for others. A score of 0.5 means that a rank takes
-    twice as long as the others (relative), or as itself at its best (individual). Data loading, computing and callbacks
-    are told apart.
+    Each rank is judged by its own work: the time in which it does not wait for other ranks. A score of 0.5 means that a
+    rank takes twice as long as the other ranks (relative), or as itself at its best (individual). Data loading,
+    computing and callbacks are measured separately.
 
-    Every ``report_time_interval``, at a boundary that all ranks agree on, the ranks exchange their step times, and rank
-    0 logs the report that NeMo's users know, and gives it to the loggers. A step in between only reads a clock.
+    Every ``report_time_interval``, at a boundary that all ranks agree on, the ranks exchange their step times. Rank 0
+    logs a report in the format of NeMo's callback and passes it to the loggers. A step in between only reads a clock.
 
     Args:
         report_time_interval: Time between two reports: a ``timedelta`` or seconds; longer where 10 steps take longer.
         calc_relative_gpu_perf: Whether to compare ranks with each other.
         calc_individual_gpu_perf: Whether to compare each rank with its own best.
         num_gpu_perf_scores_to_print: Number of worst and of best scores to print beside stragglers; 0: none.
-        gpu_relative_perf_threshold: A relative score below this makes a straggler.
-        gpu_individual_perf_threshold: An individual score below this makes a straggler.
+        gpu_relative_perf_threshold: A rank with a relative score below this is a straggler.
+        gpu_individual_perf_threshold: A rank with an individual score below this is a straggler.
         stop_if_detected: Save and end the run because of a straggler, once for each device, so that it can be restarted
-            elsewhere. Needs :class:`~lightning_resilience.AutoResume` and a launcher that restarts; not if more than
-            half of the ranks are slow. Megatron-Bridge's default is ``False``.
+            elsewhere. Needs :class:`~lightning_resilience.AutoResume` and a launcher that restarts the run. Does
+            nothing if more than half of the ranks are slow. Megatron-Bridge's default is ``False``.
         enable_logging: Whether the Trainer's loggers get the scores.
-        profiling_interval: Measure every so many steps. Of short steps only as many as a report needs are measured: up
-            to 256 windows of 32.
+        profiling_interval: Measure every this many steps. If steps are short, only as many as a report needs are
+            measured: up to 256 windows of 32.
         backend: ``"timer"``: the host's clock. ``"device_events"``: events of the device. ``"cupti"``: events, and
             NVRx's profiler of CUDA kernels, in 32 steps and 2 % of the time at most; excludes other profilers.
-            ``"auto"``: events where the device has them, else the clock.
+            ``"auto"``: events if the device has them, otherwise the clock.
         min_consecutive_reports: Number of reports in a row that must name a rank; NVRx has 1.
         run_dir: The run directory, on storage that all nodes share. Default: ``resilience`` in the Trainer's
             ``default_root_dir``. Under ``launch``, its ``--run-dir`` takes precedence.

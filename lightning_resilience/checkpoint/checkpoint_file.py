@@ -182,7 +182,7 @@ def save(
     except OSError as error:
         raise OSError(
             error.errno,
-            f"cannot save the checkpoint ({error.strerror or error}); what was at this path before is untouched",
+            f"cannot save the checkpoint ({error.strerror or error}); the previous content of this path is untouched",
             os.fspath(path),
         ) from error
 
@@ -399,7 +399,7 @@ def safe_load(file: IO[bytes], map_location: Any = "cpu") -> Any:
     except pickle.UnpicklingError as error:  # whose message goes on to recommend an unsafe load
         found = re.search(r"GLOBAL (\S+)", str(error))
         raise UnsafeContent(
-            f"it holds {found[1]}, which a safe load (weights_only) does not read" if found else "it is no safe pickle"
+            f"it holds {found[1]}, which a safe load (weights_only) does not read" if found else "not a safe pickle"
         ) from None
 
 
@@ -450,7 +450,7 @@ def seal_directory(
             raise corrupt(path, f"its file {name} is not what was written")
     files = [file for file in _files_of(directory) if str(file.relative_to(directory)) not in known]
     if not files and not known:
-        raise corrupt(path, "there is nothing in it to seal")
+        raise corrupt(path, "it holds no files to seal")
     with ThreadPoolExecutor(_SEALING_THREADS) as pool:
         digests = list(pool.map(lambda file: hash_file(file, sync=True), files))
     for folder in {directory.parent, directory, *(file.parent for file in files)}:
@@ -643,7 +643,7 @@ def quarantine(path: str | os.PathLike[str], folder: str | os.PathLike[str], rea
         return max(moved, key=lambda found: found.lstat().st_ctime_ns)
     except OSError as error:
         raise OSError(
-            error.errno, f"cannot move the checkpoint into {folder} ({error.strerror}); pass it over", os.fspath(path)
+            error.errno, f"cannot move the checkpoint into {folder} ({error.strerror}); skip it", os.fspath(path)
         ) from error
     quarantined = folder / name
     try:

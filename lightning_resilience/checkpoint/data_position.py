@@ -172,15 +172,15 @@ def inexact_loaders(loaders: Iterable[Any], are_kept: bool = False) -> list[str]
     for index, loader in enumerate(loaders):
         if keeps_workers(loader) and not are_kept:
             reasons.append(
-                f"train data loader {index} keeps its workers over epochs (persistent_workers=True), and the state of "
-                "their random generators cannot be read: a resume after the first epoch is exact only if the dataset "
-                "draws no random numbers. Set persistent_workers=False for an exact resume."
+                f"train data loader {index} keeps its workers across epochs (persistent_workers=True), and the state "
+                "of their random generators cannot be read: a resume after the first epoch is exact only if the "
+                "dataset draws no random numbers. Set persistent_workers=False for an exact resume."
             )
         elif not isinstance(loader, DataLoader) and not hasattr(loader, "load_state_dict"):
             reasons.append(
-                f"train data loader {index} is a {type(loader).__module__}.{type(loader).__qualname__}, whose place "
-                "cannot be read: a resume after the first epoch is exact only if it begins every epoch anew. Use a "
-                "torch DataLoader, or give it state_dict and load_state_dict."
+                f"train data loader {index} is a {type(loader).__module__}.{type(loader).__qualname__}, whose position "
+                "cannot be read: a resume after the first epoch is exact only if the loader begins every epoch anew. "
+                "Use a torch DataLoader, or give it state_dict and load_state_dict."
             )
     return reasons
 
@@ -271,8 +271,8 @@ def replay(fetch: Callable[[], Any], batches: int, rank: int = 0) -> None:
         except StopIteration:
             raise RuntimeError(
                 f"The training data ended after {done - 1} of the {batches} batches that the run had trained on in "
-                "this epoch. It has become shorter, or its batches larger, since the checkpoint was saved: undo that, "
-                "or give the run another directory."
+                "this epoch. The data have become shorter, or the batches larger, since the checkpoint was saved: "
+                "undo that change, or give the run another directory."
             ) from None
         now = time.monotonic()
         if rank == 0 and now - last >= PROGRESS_INTERVAL_S:

@@ -80,7 +80,7 @@ _CALLS: dict[tuple[str, str], Callable[..., Any]] = {
 def _constant(name: str, kind: type) -> Any:
     found = getattr(torch, name, None)
     if not isinstance(found, kind):
-        raise UnsafeContent(f"torch.{name} is no {kind.__name__}")
+        raise UnsafeContent(f"torch.{name} is not a {kind.__name__}")
     return found
 
 
@@ -98,7 +98,7 @@ def _check_opcodes(data: bytes) -> None:
     puts = 0
     for opcode, argument, _ in pickletools.genops(data):
         if opcode.name in _REFUSED:
-            raise UnsafeContent(f"the opcode {opcode.name} has no place in it")
+            raise UnsafeContent(f"the opcode {opcode.name} is not allowed in it")
         if opcode.name in _PUTS:
             if opcode.name == "LONG_BINPUT" and (argument or 0) > puts:
                 raise UnsafeContent("it asks for more memory than it can need")
@@ -114,12 +114,12 @@ class _Unpickler(pickle.Unpickler):
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return _constant(name, torch.dtype)
         if (key := (module, name)) not in _RECORDS and key not in _CALLS:
-            raise UnsafeContent(f"{module}.{name} has no place in it")
+            raise UnsafeContent(f"{module}.{name} is not allowed in it")
         # New ones for each file: what a pickle can change of a class, it changes of these.
         return self._stand_ins.setdefault(key, type(name, (_Inert,), {"name": key}))
 
     def persistent_load(self, pid: Any) -> Any:
-        raise UnsafeContent("a reference to another file has no place in it")
+        raise UnsafeContent("a reference to another file is not allowed in it")
 
 
 def read_metadata(data: bytes) -> Metadata:
@@ -165,7 +165,7 @@ class _Made:
             return kind(self.of(each) for each in value)
         if kind is dict:
             return {self.of(key): self.of(each) for key, each in value.items()}
-        raise UnsafeContent(f"a {kind.__name__} has no place in it")
+        raise UnsafeContent(f"a {kind.__name__} is not allowed in it")
 
     def _make_record(self, cls: type, value: _Inert) -> Any:
         if issubclass(cls, enum.Enum):
@@ -222,12 +222,12 @@ def check(directory: Path, mine: Callable[[str], bool]) -> None:
                     raise UnsafeContent("it is not in the directory")
                 sizes[name] = (directory / name).stat().st_size
             if stored.offset < 0 or stored.length < 0 or getattr(stored, "transform_descriptors", None):
-                raise UnsafeContent("nothing of ours lies in it like that")
+                raise UnsafeContent("this package writes no such entry")
             if not mine(name) or not isinstance(described.state_dict_metadata.get(index.fqn), BytesStorageMetadata):
                 continue
             sizes[name] -= stored.length
             if sizes[name] < 0:
-                raise UnsafeContent("it is shorter than what is said to lie in it")
+                raise UnsafeContent("it is shorter than its metadata says")
             with open(directory / name, "rb") as file:
                 file.seek(stored.offset)
                 safe_load(io.BytesIO(file.read(stored.length)))

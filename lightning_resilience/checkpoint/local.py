@@ -657,8 +657,8 @@ class LocalSaves:
         if failure != self._last_failure:
             self._last_failure = failure
             log.error(
-                "Rank %d: the local checkpoint of step %d could not be saved (%s). Training goes on; older local "
-                "checkpoints stay.",
+                "Rank %d: the local checkpoint of step %d could not be saved (%s). Training continues; older local "
+                "checkpoints remain.",
                 self._location.rank,
                 step,
                 error,

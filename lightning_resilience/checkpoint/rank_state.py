@@ -175,7 +175,7 @@ class RankState:
                     shard.arrange([tensors[index]])
                 except TypeError as error:
                     name = tensor_names(self.snapshot.structure).get(index, "a tensor")
-                    raise TypeError(f"{name} cannot be kept: {error}") from None
+                    raise TypeError(f"{name} cannot be saved: {error}") from None
             raise
 
     def publish(self, store: NodeStore, check: Check | None = None) -> list[PendingShard]:

@@ -122,16 +122,16 @@ class LocalTier:
             if refusal is None and each.kind != kind:
                 refusal = f"another strategy ({each.kind}, not {kind})"
             if refusal is not None:
-                reasons.append(f"that of step {each.step} was saved by {refusal}")
+                reasons.append(f"the one of step {each.step} was saved by {refusal}")
                 if not each.missing and is_on_course(forks, each.course, each.step):
                     self.of_others.append(reasons[-1])
             elif not is_on_course(forks, each.course, each.step):
-                reasons.append(f"that of step {each.step} was saved before the training rolled back past it")
+                reasons.append(f"the one of step {each.step} was saved before the training rolled back past it")
             elif each.missing and each.differs:
-                reasons.append(f"that of step {each.step} is inconsistent: its ranks held different states")
+                reasons.append(f"the one of step {each.step} is inconsistent: its ranks held different states")
             elif each.missing:
                 names = ", ".join(each.missing[:3]) + (", ..." if len(each.missing) > 3 else "")
-                reasons.append(f"that of step {each.step} is incomplete: no node has {names}")
+                reasons.append(f"the one of step {each.step} is incomplete: no node has {names}")
             else:
                 usable.append(each)
         return usable, reasons

@@ -52,7 +52,7 @@ def inexact_reasons(ddp: DistributedDataParallel) -> list[str]:
     options = {"static_graph=True": ddp.static_graph, "mixed_precision": ddp.mixed_precision}
     if order_matters(ddp):
         reasons += [
-            f"DDP is used with {name}, whose order of reduction cannot be restored: from 3 ranks on, weights may "
+            f"DDP is used with {name}, whose order of reduction cannot be restored: with 3 or more ranks, weights may "
             "differ in their last bits after a resume. Leave it out for an exact resume."
             for name, is_used in options.items()
             if is_used
@@ -62,7 +62,7 @@ def inexact_reasons(ddp: DistributedDataParallel) -> list[str]:
     if any(_is_state(state) or not hook.__module__.startswith(own) for hook, state in hooks):
         reasons.append(
             "DDP is used with a communication hook, whose state (such as PowerSGD's error feedback) is not saved: it "
-            "starts afresh after a resume. Use no hook, or one of torch's without a state, for an exact resume."
+            "is reset by a resume. Use no hook, or one of torch's without a state, for an exact resume."
         )
     return reasons
 

@@ -233,7 +233,7 @@ def seal(
     text = json.dumps(document, allow_nan=False, separators=(",", ":")).removesuffix("]}")
     header = f"{text}{','.join(rows)}]}}".encode("ascii")
     if len(header) > _LONGEST_HEADER:
-        raise ValueError(f"what is no tensor takes {len(header)} bytes as JSON; a shard has room for 1 GiB")
+        raise ValueError(f"the state other than tensors takes {len(header)} bytes as JSON; a shard has room for 1 GiB")
     place = _PLACE.pack(data_size, len(header))
     return b"".join((header, place, _digest(_PREAMBLE, header, place), _END_MAGIC))
 
@@ -387,7 +387,7 @@ def _read_header(read: _Read, size: int, source: str | os.PathLike[str], expecte
         if magic == _MAGIC and version != _FORMAT:
             reason = f"it has format {version}, or is damaged; this version of the package reads format {_FORMAT}"
             raise _corrupt(source, reason)
-        raise _corrupt(source, "it is no shard, or its first 64 bytes are damaged")
+        raise _corrupt(source, "it is not a shard, or its first 64 bytes are damaged")
     footer = bytes(read(size - _FOOTER_SIZE, size))
     if not footer.endswith(_END_MAGIC):
         raise _corrupt(source, f"it is truncated, or its end is damaged ({size} bytes)")
@@ -405,7 +405,7 @@ def _read_header(read: _Read, size: int, source: str | os.PathLike[str], expecte
     if _end_of(found.tensors) != start:
         raise _corrupt(source, "its tensors do not end where its header begins")
     if foreign := _foreign(found.identity, expected):
-        raise _corrupt(source, f"it is another one than expected: {foreign}")
+        raise _corrupt(source, f"it is not the expected one: {foreign}")
     return found
 
 
@@ -415,7 +415,7 @@ def _parse_header(document: dict[str, Any], digest: str, size: int) -> Header:
     about = document["identity"]
     identity = Identity(**{name: about[name] for name in _IDENTITY_TYPES})
     if any(type(about[name]) is not kind for name, kind in _IDENTITY_TYPES.items()):
-        raise ValueError(f"there is no such identity: {about}")
+        raise ValueError(f"its identity is invalid: {about}")
     specs, checksums = [], []
     position = len(_PREAMBLE)
     for dtype, shape, stride, offset, nbytes, device, checksum in document["tensors"]:
@@ -442,7 +442,7 @@ def _check_spec(spec: TensorSpec, position: int) -> None:
         raise ValueError(f"this version of torch has no type {spec.dtype}")
     numbers = (*spec.shape, *spec.stride)
     if any(type(number) is not int or number < 0 for number in numbers) or len(spec.shape) != len(spec.stride):
-        raise ValueError(f"there is no tensor of shape {spec.shape} and strides {spec.stride}")
+        raise ValueError(f"a tensor of shape {spec.shape} cannot have strides {spec.stride}")
     count = prod(spec.shape)
     if spec.device == "meta":
         count = 0
@@ -508,7 +508,7 @@ def _allocate(nbytes: int, path: str | os.PathLike[str]) -> torch.Tensor:
     try:
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
     except RuntimeError as error:
-        raise OSError(errno.ENOMEM, f"there is no memory for {nbytes} bytes of it", os.fspath(path)) from error
+        raise OSError(errno.ENOMEM, f"there is not enough memory for {nbytes} bytes of it", os.fspath(path)) from error
 
 
 def _copy(tensor: torch.Tensor, spec: TensorSpec) -> torch.Tensor:

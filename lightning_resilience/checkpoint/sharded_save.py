@@ -79,7 +79,7 @@ class Outcome:
     reason: str = ""
 
 
-OF_OTHERS = Outcome("invalidated", "the ranks of this run are others from here on")
+OF_OTHERS = Outcome("invalidated", "the ranks of this run have changed")
 """Nobody is told: the fit ends, or is entered again."""
 
 
@@ -162,7 +162,7 @@ class ShardedSaves:
                 return self._finish(number, save, mine, rest, read_back)
             return self._receive_outcome(number, mine)
         except RuntimeError as error:  # the store has gone, and with it rank 0 or its launcher
-            return Outcome("failed", f"rank {self.rank} could not reach the others: {error}")
+            return Outcome("failed", f"rank {self.rank} could not reach the other ranks: {error}")
 
     def _write_part(self, save: Save, part: dict[str, Any] | None, missed: str | None) -> _Report:
         if part is None:

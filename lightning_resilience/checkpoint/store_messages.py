@@ -51,7 +51,7 @@ class StoreMessages:
             self._store.set(key, value)
         except (OSError, RuntimeError) as error:
             self.works = False
-            log.warning("The store that the ranks share does not take %s (%s).", key, error)
+            log.warning("The store that the ranks share does not accept %s (%s).", key, error)
 
     def delete(self, key: str) -> None:
         """Removes a message that everybody has read, if there is one."""
@@ -111,7 +111,7 @@ class Receipt:
             self._reading.result()
         if len(self._received) < len(self._keys):
             self._messages.give_up()
-            raise TimeoutError(f"{len(self._received)} of {len(self._keys)} messages came")
+            raise TimeoutError(f"{len(self._received)} of {len(self._keys)} messages arrived")
         return self._received
 
     def _is_late(self) -> bool:

@@ -291,7 +291,7 @@ def _nvml_facts(device: torch.device) -> list[Check]:
                     raise
     except pynvml.NVMLError as error:
         if error.value in gone:
-            checks.append(Check("nvml", False, f"NVML says of {name}: {error}, {_REMEDY}"))
+            checks.append(Check("nvml", False, f"NVML reports for {name}: {error}, {_REMEDY}"))
     finally:
         with suppress(pynvml.NVMLError):
             pynvml.nvmlShutdown()
@@ -316,7 +316,7 @@ def _ecc_errors(pynvml: Any, gpu: Any, name: str) -> Check:
         if getattr(error, "value", None) in (pynvml.NVML_ERROR_GPU_IS_LOST, pynvml.NVML_ERROR_RESET_REQUIRED):
             raise
         return Check("ecc", False, f"{seen}: {_REMEDY}")
-    return Check("ecc", True, f"{seen}, which it contains")
+    return Check("ecc", True, f"{seen}, which the device has contained")
 
 
 def _retired_pages(pynvml: Any, gpu: Any, name: str) -> Check:
@@ -395,7 +395,7 @@ def check_clock(path: str | os.PathLike[str], tolerance_s: float = 60.0) -> Chec
     ahead_s = max(before - written, 0.0) - max(written - after, 0.0)
     seen = f"this host's clock is {abs(ahead_s):.0f} s {'ahead of' if ahead_s > 0 else 'behind'} that of {path}"
     if abs(ahead_s) > tolerance_s:
-        return Check("clock", False, f"{seen}, {tolerance_s:g} s allowed: synchronise it")
+        return Check("clock", False, f"{seen}, {tolerance_s:g} s allowed: synchronize it")
     return Check("clock", True, f"this host's clock agrees with that of {path} within {tolerance_s:g} s")
 
 
@@ -424,7 +424,7 @@ def _write_time(directory: Path) -> float:
 
 
 def _not_writable(path: str | os.PathLike[str], error: OSError) -> str:
-    return f"{path} cannot be written to ({error.strerror or error}): repair it or its permissions, or name another"
+    return f"{path} cannot be written to ({error.strerror or error}): repair it or its permissions, or use another"
 
 
 # -- collective --------------------------------------------------------------------------------------------------------

@@ -54,21 +54,21 @@ def why_not(trainer: Trainer, before: int, some_are_absent: bool | None = None) 
     """
     module, group = trainer.lightning_module, lightning_strategies.group_size(trainer)
     if lightning_strategies.name_of(trainer.strategy) == "ModelParallelStrategy" and not group:
-        return "not all parameters are FSDP2's on a mesh of replicas of shards, in groups of ranks one after the other"
+        return "not all parameters are FSDP2's on a mesh of replicas of shards, with consecutive ranks in each group"
     if not group:
         return f"{type(trainer.strategy).__name__} is not plain DDP"
     if before % group:
-        return f"{before} ranks are no whole groups of {group}"
+        return f"{before} ranks do not form whole groups of {group}"
     if lightning_callbacks.callbacks_named(trainer, "LocalSGD"):
-        return "ranks train apart (LocalSGD)"
+        return "ranks train independently (LocalSGD)"
     if lightning_data.fetches_itself(module):
-        return "training_step fetches its batches itself"
+        return "training_step fetches its own batches"
     if not (before > trainer.world_size if some_are_absent is None else some_are_absent):
         return None
     if lightning_strategies.has_static_graph(trainer):
         return "DDP has static_graph=True"
     if not module.automatic_optimization:
-        return "manual optimization makes its steps itself"
+        return "the module uses manual optimization"
     return None
 
 
@@ -220,7 +220,8 @@ class AbsentRanks:
             if not self._has_warned:
                 self._has_warned = True
                 log.warning(
-                    "The validation draws random numbers. Those of absent ranks are from now on not what they would be."
+                    "The validation draws random numbers. From here on, random states of absent ranks differ from an "
+                    "undisturbed run."
                 )
             return
         for state in self.states.values():

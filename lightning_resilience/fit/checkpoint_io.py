@@ -122,7 +122,7 @@ class DurableCheckpointIO(CheckpointIO):
     def _warn_remote(self, path: str | Path) -> None:
         if not self._has_warned:
             self._has_warned = True
-            log.warning("Checkpoint %s is on a remote file system: Lightning saves it, without checksum.", path)
+            log.warning("Checkpoint %s is on a remote file system: Lightning saves it without a checksum.", path)
 
 
 def _links_to(path: Path) -> list[Path]:
@@ -270,9 +270,7 @@ def make_durable(
                 io, partial(ours.remove_checkpoint, path)
             )
     elif trainer.is_global_zero:
-        log.warning(
-            "Checkpoints are saved by %s, unchanged: they are not verified, nor atomic by us.", type(inner).__name__
-        )
+        log.warning("%s saves the checkpoints: they are not verified here, nor made atomic.", type(inner).__name__)
 
     if isinstance(sealed := vars(strategy).get("save_checkpoint"), _SealedSave):
         sealed.before_publish = before_publish or sealed.before_publish
@@ -312,7 +310,7 @@ def undo(trainer: Trainer) -> None:
         strategy.checkpoint_io = io.inner
     elif lightning_checkpoint_io.is_async_checkpoint_io(io) and isinstance(io.checkpoint_io, DurableCheckpointIO):
         if not lightning_checkpoint_io.wait_for_async_saves(io, _LAST_SAVES_WITHIN_S):
-            log.error("Saves of AsyncCheckpointIO have not ended within %.0f s; abandoning them.", _LAST_SAVES_WITHIN_S)
+            log.error("AsyncCheckpointIO did not finish saving in %.0f s; abandoning its saves.", _LAST_SAVES_WITHIN_S)
             return  # they use the plugin
         lightning_checkpoint_io.set_inner_checkpoint_io(io, io.checkpoint_io.inner)
         del io.remove_checkpoint

@@ -176,7 +176,7 @@ class CheckpointSelector:
             if finished or paths or generations or os.path.lexists(fit.folder.quarantine):
                 log.warning("No checkpoint in %s can be used; %s.", fit.folder.path, starts)
             elif (gone := self._saved_once()) is not None:
-                what = "The checkpoints of %s are gone, the newest was of step %d; %s."
+                what = "The checkpoints of %s are gone (the newest was of step %d); %s."
                 log.warning(what, fit.folder.path, gone, starts)
             elif fit.previous_outcome is not None:
                 log.info("Nothing was saved yet in %s; %s.", fit.folder.path, starts)
@@ -200,12 +200,12 @@ class CheckpointSelector:
 
         if not self._fit.from_rank_0(goes_on):
             raise AnotherFit(
-                f"The only checkpoints of {self._fit.folder.path} are local ones, and {refused}. Start it as it was "
-                f"before, or in another run directory (--run-dir, run_dir=). With {CONTINUE_VARIABLE}=1 it begins "
-                "anew here, and they are removed"
+                f"The only checkpoints of {self._fit.folder.path} are local ones, and {refused}. Start the run as "
+                f"before, or use another run directory (--run-dir, run_dir=). With {CONTINUE_VARIABLE}=1 the run "
+                "begins anew here, and these checkpoints are removed"
             )
         if self._fit.trainer.is_global_zero:
-            log.warning("The only checkpoints are local, and %s: they are removed as soon as one is saved.", refused)
+            log.warning("The only checkpoints are local, and %s. They are removed once a new one is saved.", refused)
 
     def _saved_once(self) -> int | None:
         """The newest step of this fit that was saved to the run directory, as far as is known."""
@@ -290,8 +290,8 @@ class CheckpointSelector:
         unread = [*self._unreadable, *(self.local.unreadable if self.local is not None else [])]
         if unread:
             raise StorageFails(
-                f"No checkpoint of {self._fit.folder.path} can be used now, and some may be intact: {unread[0]}. "
-                "Nothing was moved: start again when the storage responds, or anew in another run directory."
+                f"No checkpoint of {self._fit.folder.path} can be used now, but some may be intact: {unread[0]}. "
+                "Nothing was moved: start again when the storage responds, or use another run directory."
             )
         return None
 
@@ -317,7 +317,7 @@ class CheckpointSelector:
         is_last = path.stem.startswith("last") and self._step_of_this_fit(path) is not None
         if is_last or self._is_newest_of_this_fit(path):
             what = f"fit(ckpt_path={explicit!r}) is the newest file of this fit's ModelCheckpoint"
-            log.warning("%s: resuming the fit instead. To start from it, use another run directory.", what)
+            log.warning("%s: resuming the fit instead. To start from that file, use another run directory.", what)
             return False
         return True
 
@@ -355,7 +355,7 @@ class CheckpointSelector:
         def begin() -> None:
             for path in resume.checkpoints(fit.folder.checkpoints) if self.uses_global else []:
                 if not here or path.name > Path(chosen).name:
-                    self._set_aside(path, f"the fit was started from {chosen}, which does not come from this one")
+                    self._set_aside(path, f"the fit was started from {chosen}, which this fit did not save")
             fit.folder.fingerprint = {**(fit.folder.fingerprint or {}), "ckpt_path": chosen}
 
         fit.from_rank_0(begin)
@@ -454,7 +454,7 @@ class CheckpointSelector:
         course = int(found.metadata.get("course", 0)) if found is not None else 0
         if reason is None and not is_on_course(self.forks, course, resume.step_of(path)):
             if fit.rank == 0:
-                self._set_aside(path, "it belongs to a course that the training has left")
+                self._set_aside(path, "it was saved before the training rolled back past it")
             return None
         if found is not None and reason is None:
             _check_strategy(path, is_directory, found.metadata.get("strategy"), strategy)
@@ -543,14 +543,14 @@ class CheckpointSelector:
         try:
             content, corrupt = fit.patience(read, fit.whoami)
             if corrupt is not None:
-                log.warning("Rank %d cannot read it (%s).", fit.rank, corrupt)
+                log.warning("Rank %d cannot read the checkpoint (%s).", fit.rank, corrupt)
         except OSError as error:
             unread = f"{fit.whoami}: {error}"
         everywhere = fit.gather((corrupt, unread))
         if problem := next((each for _, each in everywhere if each is not None), None):
             raise StorageFails(
                 f"The newest checkpoint cannot be read: {problem}. Nothing was moved: start again when the storage "
-                "responds. If only that file is lost, move it away: an older one is used."
+                "responds. If only that file is lost, move it away, and an older checkpoint is used."
             )
         return content, {rank: each for rank, (each, _) in enumerate(everywhere) if each is not None}
 
@@ -591,8 +591,8 @@ class CheckpointSelector:
             about = {**self.ended["limits"], ENDS_APART: self.ended[ENDS_APART]}
             self._outcome.write("finished", self.ended["by"], about)
         log.info(
-            "This fit finished at step %d before; its final state is restored and it is not trained again. To train "
-            "more, raise %s; to start anew, use another run directory.",
+            "This fit already finished at step %d: its final state is restored, and it is not trained again. To "
+            "train more, raise %s; to start anew, use another run directory.",
             step,
             self._outcome.what_ended_it(),
         )

@@ -105,8 +105,8 @@ class FitContext:
         self.run = RunDirectory(path)  # rank 0's counts
         if other is not None:
             raise RuntimeError(
-                f"Process {other} on this host trains in {path} now, and this one would take the run over. Wait for "
-                "it, stop it with SIGTERM, or use another run_dir."
+                f"Process {other} on this host is training in {path}, and this process would take over its run. Wait "
+                "for that process, stop it with SIGTERM, or use another run_dir."
             )
         self.nonce = self.token[:12]
         """In the names of what belongs to this start of the fit."""
@@ -152,8 +152,8 @@ class FitContext:
             outcome = self.run.fit(last).outcome
             if outcome is not None and outcome.status == "failed":
                 log.warning(
-                    "The last fit of this process (fit-%03d) has failed, and fit() is called again: that is the next "
-                    "fit of the script (fit-%03d), with a state of its own. To go on with the failed one, start the "
+                    "The last fit of this process (fit-%03d) has failed, and fit() is called again. This call is the "
+                    "next fit of the script (fit-%03d), with its own state. To continue the failed fit, start the "
                     "script again.",
                     last,
                     self.index,
@@ -186,7 +186,7 @@ class FitContext:
             except OSError as error:
                 if pause_s is None and not self._has_logged_owner_unknown:
                     self._has_logged_owner_unknown = True
-                    log.warning("Checkpoints of other callbacks are saved all the same: %s", error)
+                    log.warning("Run ownership is unknown; checkpoints of other callbacks are saved anyway: %s", error)
             if pause_s is not None:
                 time.sleep(pause_s)
 
@@ -220,8 +220,8 @@ class FitContext:
         if blind:
             raise StorageFails(
                 f"{self.run.path} is not the same directory on all nodes: files that rank 0 on "
-                f"{self.from_rank_0(node_name)} writes are not seen on {', '.join(blind)}. Mount the same storage on "
-                "every node."
+                f"{self.from_rank_0(node_name)} writes are not visible on {', '.join(blind)}. Mount the same storage "
+                "on every node."
             )
 
     def time_spent(self, spent: Mapping[int, time_account.Spent]) -> events.TimeSpent:
@@ -277,8 +277,8 @@ class FitContext:
                 on_divergence(divergence)
         elif not self._has_logged_divergence:
             self._has_logged_divergence = True
-            what = f"After step {divergence.step} {divergence}. No checkpoint of it counts"
-            log.error("%s. With ReplicaCheck() the run rolls back to the last one on which all ranks agreed.", what)
+            what = f"After step {divergence.step} {divergence}. No checkpoint of that step counts"
+            log.error("%s. With ReplicaCheck() the run rolls back to the newest one on which all ranks agreed.", what)
 
     def record_divergence(self, divergence: Divergence) -> None:
         """Records that replicas differ."""

@@ -82,8 +82,8 @@ class EndOfFit(Participant):
             before = self.fit.previous_outcome.details if self.fit.previous_outcome is not None else {}
             if self.fit.rank == 0 and (self.selector.ended or before).get(ENDS_APART):
                 log.warning(
-                    "This fit continues from its end, which is not exact: its last epoch was cut short, or a callback "
-                    "has changed the weights at the end."
+                    "Continuing this fit from its end is not exact: its last epoch was cut short, or a callback has "
+                    "changed the weights at the end."
                 )
             self.exact.complete_resume()
 
@@ -151,7 +151,7 @@ class EndOfFit(Participant):
     def _check_members(self) -> None:
         """Raises if ranks have come back at the very end: one of them owns the run, and all enter the fit to end it."""
         if membership.current() is not None and any(self.fit.gather(membership.is_replaced())):
-            raise PeerLost("the ranks of this run are others from here on")
+            raise PeerLost("the ranks of this run have changed")
 
     def complete(self) -> None:
         """Every ``on_train_end`` has ended: closes the agreement and saves what they have changed."""

@@ -353,7 +353,7 @@ class ExactState:
             own = {**own, "worker_states": same_for_all(own["worker_states"])}  # they read other samples
         reason = None if before == world else absent_ranks.why_not(trainer, places)
         if before == 1 and epoch is not None and orders is None:
-            reason = "an earlier version has saved it"
+            reason = "an earlier version of the package saved it"
         if reason is not None:
             _check_all_are_there(reason)
             self._was = before, f"{self._was[1]}, and {reason}"
@@ -429,8 +429,8 @@ class ExactState:
         are_divided = self._was_early or self._data is not None  # else the script has changed them in another way
         if before not in (None, now) and are_divided and self.fit.rank == 0:
             log.warning(
-                "The module has asked for its training data before the checkpoint was read: an epoch had %s batches "
-                "then, and has %s. A schedule made from trainer.estimated_stepping_batches has another length.",
+                "The module asked for its training data before the checkpoint was read. An epoch had %s batches "
+                "then, and has %s now. A schedule made from trainer.estimated_stepping_batches has another length.",
                 before,
                 now,
             )
@@ -447,7 +447,7 @@ class ExactState:
         answers = self.fit.gather((data.refused, str(data.share), data.is_by_script))
         if len(set(answers)) > 1:
             different = next(rank for rank, each in enumerate(answers) if each != answers[0])
-            raise RuntimeError(f"Ranks 0 and {different} have training data loaders that differ: {answers}.")
+            raise RuntimeError(f"The training data loaders of ranks 0 and {different} differ: {answers}.")
         if data.refused is not None:
             _check_all_are_there(data.refused)
             resumed["mine"], resumed["arrival_order"] = None, None
@@ -457,20 +457,20 @@ class ExactState:
         if data.is_by_script:
             self._absent = None
         if data.resized and is_first:
-            log.warning("Batches stay %s: a script that divides a batch of all ranks rounds it.", data.resized)
+            log.warning("Keeping batches %s: its division by the number of ranks was rounded.", data.resized)
         if self._absent is not None:
             self._absent.begin()
             if is_first and self._absent.shrinks:
                 log.warning(
-                    "%s: the batches of the ranks that are absent are left out, as --global-batch shrink asks. The "
-                    "gradient of a step is the mean over %d ranks.",
+                    "%s: the batches of absent ranks are left out, as --global-batch shrink asks. The gradient of a "
+                    "step is the mean over %d ranks.",
                     what,
                     world,
                 )
             elif is_first:
                 log.warning(
-                    "%s: each also trains on the batches of the ranks that are absent. Steps have the same samples as "
-                    "before, and take up to %d times as long.",
+                    "%s: each rank also trains on batches of absent ranks. Steps have the same samples as before, "
+                    "and take up to %d times as long.",
                     what,
                     len(self._absent.ranks) + 1,
                 )
@@ -479,10 +479,10 @@ class ExactState:
             resumed["batch_sizes"] = [size and size * before // world for size in resumed["batch_sizes"]]
         sizes = " and ".join(map(str, data_position.batch_sizes(lightning_data.train_loaders(self.fit.trainer))))
         if before != world and is_first:
-            same = "Steps have the same samples as before; a loss that is a mean over its batch has the same gradient."
-            log.warning("%s: each has batches of %s. %s", what, sizes, same)
+            same = "Steps have the same samples as before, and the same gradient if the loss is a mean over the batch."
+            log.warning("%s: each rank has batches of %s. %s", what, sizes, same)
         elif self.batch_share != 1 and is_first:
-            log.info("Batches of %s, %s of the script's: there were fewer ranks at first.", sizes, self.batch_share)
+            log.info("Batches of %s, %s of the script's: the run began with fewer ranks.", sizes, self.batch_share)
 
     def make_loaders(self, which: int, make: Callable[[], Any]) -> Any:
         """Has the script make data loaders; those that were there at the checkpoint from the same random numbers.
@@ -542,13 +542,13 @@ class ExactState:
         if kept and not is_said and not self.resumed["final"] and self.fit.rank == 0:
             if not goes_on:
                 log.warning(
-                    "Persistent data workers begin with other random states than those before them had: this resume is "
-                    "exact only if the dataset draws no random numbers."
+                    "Persistent data workers begin with different random states than the previous workers had: this "
+                    "resume is exact only if the dataset draws no random numbers."
                 )
             elif mine["worker_states"][:, -1].any():
                 log.info(
-                    "Persistent data workers begin with the random states of this epoch. What the dataset has kept in "
-                    "them from earlier epochs, such as a generator of its own, is not there."
+                    "Persistent data workers begin with the random states of this epoch. State that the dataset kept "
+                    "in them from earlier epochs, such as its own generator, is lost."
                 )
         self.set_random_state(begun)
         self.note_epoch()
@@ -584,7 +584,7 @@ class ExactState:
             if self.arrival_order is None:
                 self._recorder = GradientArrivalRecorder(ddp)
             elif order_matters(ddp) and not replay_gradient_arrival(ddp, self.arrival_order) and self.fit.rank == 0:
-                log.warning("A resume will not be exact: other parameters require gradients than when it was saved.")
+                log.warning("A resume will not be exact: the set of parameters that require gradients has changed.")
 
     def _restore_data_position(self, mine: dict[str, Any] | None) -> None:
         if mine is not None:
@@ -779,4 +779,4 @@ def _check_all_are_there(reason: str) -> None:
     """
     line = membership.current()
     if line is not None and line.is_without_some:
-        raise RuntimeError(f"This fit cannot go on with {len(line.members)} of {len(line.slots)} ranks: {reason}.")
+        raise RuntimeError(f"This fit cannot continue with {len(line.members)} of {len(line.slots)} ranks: {reason}.")

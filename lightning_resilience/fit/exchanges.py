@@ -64,7 +64,7 @@ class Exchanges(Participant):
         """Ranks reduce no gradients from here on."""
         fit = self.session.fit
         if any(isinstance(each, torch.optim.LBFGS) for each in fit.trainer.optimizers):
-            raise ValueError("LocalSGD: what LBFGS keeps of its last steps has no mean. Use another optimizer.")
+            raise ValueError("LocalSGD: the history that LBFGS keeps cannot be averaged. Use another optimizer.")
         if lightning_strategies.shards_state(fit.trainer):
             raise ValueError("LocalSGD: ZeroRedundancyOptimizer needs all gradients in every step. Use another one.")
         if (problem := lightning_strategies.reduce_no_gradients(fit.trainer, fit.patches)) is not None:
@@ -74,14 +74,14 @@ class Exchanges(Participant):
         if fit.rank == 0 and fit.trainer.world_size > 1:
             size = sum(each.nbytes for each in self._trained().values())
             log.info(
-                "%d ranks train apart, and exchange every %d steps: %.1f MiB of parameters, and what optimizers keep "
-                "for them.",
+                "%d ranks train independently and exchange every %d steps: %.1f MiB of parameters, and their "
+                "optimizer state.",
                 fit.trainer.world_size,
                 self._every,
                 size / (1 << 20),
             )
             for what in lightning_strategies.meets_in_every_step(fit.trainer):
-                log.warning("The ranks still wait for each other in every step: %s asks rank 0 for the time.", what)
+                log.warning("%s synchronizes with rank 0 in every step, so ranks still wait for each other.", what)
 
     def leave(self) -> None:
         """The fit has ended."""
@@ -108,7 +108,7 @@ class Exchanges(Participant):
     def _named(self, name: str) -> torch.nn.Parameter:
         now = dict(self.session.fit.module.named_parameters())
         if (found := now.get(name, now.get(f"{name}_orig"))) is None:  # so torch calls one that it has pruned
-            raise ValueError(f"LocalSGD: the outer optimizer was saved with {name}, which is no parameter now.")
+            raise ValueError(f"LocalSGD: the outer optimizer was saved with {name}, which is not a parameter now.")
         return found
 
     def _trained(self) -> dict[str, torch.nn.Parameter]:
@@ -207,8 +207,8 @@ class Exchanges(Participant):
     def _check_has_mean(self, tensor: torch.Tensor, key: object) -> None:
         if tensor.numel() > 1 and not (tensor.is_floating_point() or tensor.is_complex()):
             raise ValueError(
-                f"LocalSGD: an optimizer keeps whole numbers ({key}, {tensor.dtype}), as those of 8 bits do, and they "
-                "have no mean. Use one that keeps its moments in floating point."
+                f"LocalSGD: an optimizer keeps integers ({key}, {tensor.dtype}), as 8-bit optimizers do, and integers "
+                "cannot be averaged. Use an optimizer that keeps its moments in floating point."
             )
 
     def _have_exchanged(self) -> None:
@@ -240,4 +240,4 @@ class Exchanges(Participant):
         if event.kind == _SOON:
             self._soon = True
             if self.session.fit.rank == 0:
-                log.info("The ranks exchange ahead of time: the run is to stop before it would be due.")
+                log.info("The ranks exchange early: the run must stop before the next exchange is due.")

@@ -126,7 +126,7 @@ class HangWatch(Participant):
         probe = launched = None
         try:
             if sys.platform != "linux":
-                raise OSError("hangs are looked for on Linux only")
+                raise OSError("hangs are detected on Linux only")
             if (launched := probe_of_worker()) is not None:
                 self._directory = launched.directory
                 launched.begin_fit(self.timeouts.by_section(), self._about())
@@ -138,7 +138,7 @@ class HangWatch(Participant):
             if (device := trainer.strategy.root_device).type != "cpu":
                 probe.answer_for_device(functools.partial(devices.has_work, device))
         except OSError as error:
-            log.error("Rank %d is not watched: a hang of it will not be found (%s).", session.fit.rank, error)
+            log.error("Rank %d is not watched, so its hangs will not be found (%s).", session.fit.rank, error)
             is_alone = launched is None and trainer.num_devices == 1
             if is_alone and self._directory is not None:  # there is no other rank to watch here
                 shutil.rmtree(self._directory, ignore_errors=True)
@@ -159,8 +159,8 @@ class HangWatch(Participant):
         if self._watchdog is not None:
             if watchdog.is_alive(self._directory, self._watchdog):
                 return
-            state = "stands still" if is_running(self._watchdog) else "has gone"
-            log.warning("The watchdog of %s %s; it is started again.", platform.node(), state)
+            state = "does not respond" if is_running(self._watchdog) else "has exited"
+            log.warning("The watchdog of %s %s; restarting it.", platform.node(), state)
             self._watchdog = None
         try:
             self._watchdog = watchdog.start(self._directory)
@@ -322,7 +322,7 @@ class HangWatch(Participant):
             try:
                 timeouts.save(self._state, self.session.fit.index, new, self._layout)
             except OSError as error:
-                log.warning("The calculated timeouts cannot be kept for the next job: %s", error)
+                log.warning("The calculated timeouts cannot be saved for the next job: %s", error)
 
     # -- faults, health and policy ------------------------------------------------------------------------------------
 
@@ -416,7 +416,7 @@ class HangWatch(Participant):
         try:
             return self._request(policy(exception), f"{type(exception).__name__}: {exception}")
         except Exception:  # the failure itself matters more, and is on its way
-            log.exception("exc_handling_policy has failed on the error that ends the fit, which goes on as usual.")
+            log.exception("exc_handling_policy has failed. The error that ends the fit is handled as usual.")
             return None
 
     def _request(self, request: Any, reason: str) -> str | None:
@@ -431,7 +431,7 @@ class HangWatch(Participant):
         if self._monitor is not None and not is_read:
             self._monitor.send(action, description)
         elif action == _nvrx.EXCLUDE_THIS_NODE and not is_read:
-            log.warning("No launcher that can exclude %s from the next attempt has started this rank.", platform.node())
+            log.warning("No launcher of this rank can exclude %s from the next attempt.", platform.node())
         if action != "shutdown_workload":
             return None
         log.warning("The run is halted: %s", description)
@@ -451,7 +451,7 @@ class HangWatch(Participant):
                 Path(name).unlink(missing_ok=True)
         except OSError as error:
             log.error(
-                "The flag file %s could not be changed (%s): job scripts take the run for what it was.", name, error
+                "The flag file %s could not be updated (%s): job scripts see the old state of the run.", name, error
             )
 
     def _log_watchers(self) -> None:
@@ -463,27 +463,26 @@ class HangWatch(Participant):
             log.info("Hangs are found by %s; seconds allowed: %s.", " and ".join(watching), self.timeouts)
             if not is_restarted:
                 log.info(
-                    "A hung run is ended with exit code %d, and nothing here starts it again, as lightning-resilience "
-                    "launch would.",
+                    "A hung run ends with exit code %d, and nothing restarts it. lightning-resilience launch would.",
                     exit_codes.HUNG,
                 )
         if is_restarted and self._monitor is None and trainer.world_size > 1 and _shares_the_rendezvous_store():
             log.warning(
-                "Restarted gloo ranks may meet the addresses of the attempt before, and hang. Set "
+                "Restarted gloo ranks may connect to addresses of the previous attempt, and hang. Set "
                 "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun, or use lightning-resilience launch."
             )
         gives_up, limit = lightning_strategies.collective_timeout(trainer), self.timeouts.by_section()["step"]
         if watching and gives_up is not None and gives_up <= limit:
             log.warning(
-                "torch gives a collective up after %g s (the strategy's timeout), before a step of %g s counts as "
-                "hung: a hang ends without a diagnosis. Give the strategy a longer timeout, or the step a shorter one.",
+                "torch aborts a collective after %g s (the strategy's timeout), before a step counts as hung (%g s), "
+                "so a hang ends without a diagnosis. Give the strategy a longer timeout, or the step a shorter one.",
                 gives_up,
                 limit,
             )
         if self._options.autoresume and not self._options.has_auto_resume:
             log.warning(
-                "There is no AutoResume in this Trainer: a restarted fit begins from the start, unless the script "
-                "resumes it. FaultTolerance(autoresume=False) is silent about that."
+                "This Trainer has no AutoResume: a restarted fit begins from scratch, unless the script resumes it. "
+                "FaultTolerance(autoresume=False) silences this warning."
             )
 
 

@@ -84,19 +84,19 @@ class FitIdentity:
         if problems := self.fit.from_rank_0(compare):  # ranks may hold different parameters
             raise AnotherFit(
                 f"{self.fit.folder.path} holds another fit: {', and '.join(problems)}. Fits are identified by their "
-                "order in the script. If it has changed, give the run another directory (--run-dir, run_dir=)."
+                "order in the script. If that order has changed, give the run another directory (--run-dir, run_dir=)."
             )
 
     def _differences(self, recorded: dict[str, Any]) -> list[str]:
         mine, problems = self._fingerprint, []
         if recorded.get("module") != mine["module"]:
-            problems.append(f"it is of a {recorded.get('module')}, and this one of a {mine['module']}")
+            problems.append(f"its module is a {recorded.get('module')}, and this fit's is a {mine['module']}")
         # Older versions recorded the parameters of rank 0 after the strategy was set up.
         here = (
             (name, None if is_lazy(p) else tuple(p.shape), p.dtype) for name, p in self.fit.module.named_parameters()
         )
         if recorded.get("parameters") not in (mine["parameters"], _digest(here)):
-            problems.append("its parameters have other names, shapes or types")
+            problems.append("its parameters have different names, shapes or types")
         return problems
 
     def note_optimizers(self) -> None:
@@ -130,7 +130,7 @@ class FitIdentity:
             if self.exact.resumed is not None and self.exact.resumed["final"] and self.outcome.finished_before():
                 raise AnotherFit(
                     f"{self.fit.folder.path} holds a finished fit with other training data. Fits are identified by "
-                    "their order: have the script run all of them at every start (a finished one is restored, not "
+                    "their order: have the script run all its fits at every start (a finished fit is restored, not "
                     "trained), split the data in the same way, or give the run another directory."
                 )
             if self.fit.trainer.is_global_zero:
@@ -185,7 +185,7 @@ class FitIdentity:
                 return "", (
                     f"{self.fit.folder.path} holds a fit that has finished with other settings: "
                     f"{describe_changes(found)}. Give the run another directory (run_dir=, --run-dir, or --fresh of "
-                    "lightning-resilience launch). To continue with it all the same: --continue-anyway of launch, or "
+                    "lightning-resilience launch). To continue that fit anyway: --continue-anyway of launch, or "
                     f"{CONTINUE_VARIABLE}=1."
                 )
             self.fit.folder.settings = now

@@ -152,7 +152,7 @@ def _join(callback: SessionCallback, trainer: Trainer, module: LightningModule, 
     acts = of_user[-1] if of_user else same_kind[0]
     if callback is not acts:
         if not callback._injected and repr(callback) != repr(acts) and trainer.is_global_zero:
-            log.info("%r acts in place of %r, which comes before it.", acts, callback)
+            log.info("Using %r instead of %r, which comes earlier in the list.", acts, callback)
         return None
     if foreign := lightning_callbacks.callbacks_named(trainer, *kind._same_as):
         theirs = f"{type(foreign[0]).__module__}.{type(foreign[0]).__name__}"
@@ -227,8 +227,8 @@ def _obstacle(trainer: Trainer) -> str | None:
     """Why a fit of this Trainer cannot be resumed, and what to do; ``None`` if it can."""
     if lightning_loops.spawns_processes(trainer):
         return (
-            "A fit in spawned processes (ddp_spawn, ddp_fork, ddp_notebook) cannot be resumed: they end with it. Use "
-            "strategy='ddp', or start the script by lightning-resilience launch or torchrun."
+            "A fit in spawned processes (ddp_spawn, ddp_fork, ddp_notebook) cannot be resumed: these processes end "
+            "with the fit. Use strategy='ddp', or start the script by lightning-resilience launch or torchrun."
         )
     return lightning_strategies.traits_of(trainer.strategy).refused
 

@@ -247,7 +247,7 @@ class LocalSavePolicy(Participant):
 
     def _wait_for_save(self) -> None:
         if self._saves is not None and not self._saves.wait_for_save(_SETTLE_S):
-            log.warning("Rank %d: a local save in progress is stuck; what it may publish is older.", self.location.rank)
+            log.warning("Rank %d: a local save is stuck; a checkpoint it may publish is older.", self.location.rank)
 
     def after_rollback(self) -> None:
         """Generations of the course that was left do not count."""
@@ -409,8 +409,8 @@ class LocalSavePolicy(Participant):
         if is_news and self.session.fit.rank == 0:  # whose interval it is
             self._said_interval_s = chosen_s
             log.info(
-                "Local checkpoints: every %g s after the first ones (a save takes %.2f s behind the training and holds "
-                "it up for %.1f ms).",
+                "Local checkpoints: every %g s after the first ones (a save takes %.2f s in the background and "
+                "delays training by %.1f ms).",
                 round(chosen_s, 1),
                 self._saves.stats.save_s,
                 1000 * (self._saves.costs() or (0.0, 0.0))[0],
@@ -456,7 +456,7 @@ class LocalSavePolicy(Participant):
             except ValueError as error:
                 problem = f"{self.location.node}: {error}{self._what_others_hold()}"
             except OSError as error:
-                problem = f"{self.location.node}: {self.store.directory} cannot be looked at ({error})"
+                problem = f"{self.location.node}: {self.store.directory} cannot be read ({error})"
         return next((each for each in self.session.fit.gather(problem) if each is not None), None)
 
     def _what_others_hold(self) -> str:
@@ -479,7 +479,7 @@ class LocalSavePolicy(Participant):
         if options.replication_jump is None and len({*sizes.values()}) > 1:
             # As after a loss that others go on without: the same on all ranks, and no reason to end.
             if is_first:
-                log.warning("Local checkpoints have no copies on other nodes: these have different numbers of ranks.")
+                log.warning("Local checkpoints have no copies on other nodes: nodes have different numbers of ranks.")
             return []
         jump = options.replication_jump or self.location.shares
         try:
@@ -515,8 +515,8 @@ class LocalSavePolicy(Participant):
         elif options.train_time_interval is not None:
             when = f"every {options.train_time_interval.total_seconds():g} s"
         else:
-            when = "from the first steps on, at intervals that double up to what is best for what they cost"
-        copies = "one node, so no copies on others"
+            when = "from the first steps on, at intervals that double up to the best one for the cost of a save"
+        copies = "one node, so no copies on other nodes"
         if self._nodes() > 1:
             copies = "with copies on other nodes" if self._replicas is not None else "without copies on other nodes"
         memory = ""

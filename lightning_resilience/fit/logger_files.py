@@ -117,7 +117,7 @@ class Logs:
 
 
 def _warn_not_restored(folder: str, error: Exception) -> None:
-    log.warning("Steps that run again will be in %s twice: %s", folder, error)
+    log.warning("Steps that run again will appear twice in %s: %s", folder, error)
 
 
 class _Csv:

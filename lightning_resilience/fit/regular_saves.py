@@ -51,7 +51,7 @@ class RegularSaves(Participant):
         trainer = self.session.fit.trainer
         traits = lightning_strategies.traits_of(trainer.strategy)
         if self._options.async_save and trainer.is_global_zero and not traits.can_save_async:
-            log.info("%s saves in collectives: the training waits for its saves.", type(trainer.strategy).__name__)
+            log.info("%s saves with collectives: training waits for its saves.", type(trainer.strategy).__name__)
         self.after_rollback()
 
     def after_rollback(self) -> None:

@@ -24,7 +24,7 @@ from lightning_resilience.run.ledger import node_name
 log = logging.getLogger("lightning_resilience.callbacks.replica_check")  # users configure the callback's logger
 
 _DIVERGED = "replicas differ"
-_NOWHERE = "there is no checkpoint on which all ranks agreed to go back to"
+_NOWHERE = "there is no checkpoint on which all ranks agreed to roll back to"
 
 
 class ReplicasDiverged(RuntimeError):
@@ -64,7 +64,7 @@ class ReplicaComparison(Participant):
         if not self._parameters:
             session.fit.participants.withdraw(self)
             if session.fit.rank == 0 and trainer.world_size > 1:  # that a single rank has none goes without saying
-                why = f"with {type(trainer.strategy).__name__}, as it is used here, ranks do not hold the same"
+                why = f"with {type(trainer.strategy).__name__}, as it is used here, ranks hold different states"
                 log.info("ReplicaCheck has no replicas to compare: %s.", why)
         elif session.fit.rank == 0:
             self._rollbacks = self._read()
@@ -101,7 +101,7 @@ class ReplicaComparison(Participant):
         """There is no boundary any more at which the fit could go back."""
         if (divergence := self._compare()) is not None:
             times, have_agreed = self._count(divergence.step)
-            why = "started again, the run goes on from the last checkpoint on which all ranks agreed"
+            why = "a restart continues from the newest checkpoint on which all ranks agreed"
             self._stay(divergence, why, times > 1 and not have_agreed)
         return False
 
@@ -116,14 +116,14 @@ class ReplicaComparison(Participant):
         self._answered = session.fit.steps_counted
         times, have_agreed = self._count(divergence.step)
         if times > self._max_rollbacks:
-            why = f"the run has gone back {self._max_rollbacks} times because of it"
+            why = f"the run has rolled back {self._max_rollbacks} times because of that"
             self._stay(divergence, why, not have_agreed)
             return
         session.rollback(divergence.step, lambda: self._stay(divergence, _NOWHERE, times > 1 and not have_agreed))
 
         def log_rollback() -> None:
             log.warning(
-                "Rolled back to the last checkpoint on which all ranks agreed (%d of %d times): after step %d %s.",
+                "Rolled back to the newest checkpoint on which all ranks agreed (%d of %d times): after step %d %s.",
                 times,
                 self._max_rollbacks,
                 divergence.step,
@@ -152,9 +152,9 @@ class ReplicaComparison(Participant):
         self._is_off = True
         if session.fit.rank == 0:
             log.error(
-                "ReplicaCheck is off: after step %d %s, and the ranks have never agreed since the start. Something in "
-                "this training differs by rank. Its checkpoints hold the state of one of them; local ones of such a "
-                "state do not count.",
+                "ReplicaCheck is off: after step %d %s, and the ranks have never agreed since the start. Something "
+                "in this training differs between ranks. Its checkpoints hold the state of one rank; local "
+                "checkpoints of such a state do not count.",
                 divergence.step,
                 divergence,
             )
@@ -163,7 +163,7 @@ class ReplicaComparison(Participant):
         diverged = ReplicasDiverged(f"after step {divergence.step} {divergence}; {why}")
         several_nodes = len(set(self.session.fit.gather(node_name()))) > 1
         if several_nodes and self.session.fit.rank in divergence.suspects:
-            diverged.suspects_this_node = "a rank on it held another state than the others"
+            diverged.suspects_this_node = "a rank on it held a different state than the other ranks"
         raise diverged
 
     def _count(self, step: int) -> tuple[int, bool]:

@@ -171,7 +171,7 @@ class RunMetrics(Participant):
         if new:
             times = f"{len(new)} interruptions" if len(new) > 1 else "an interruption"
             step = self._fit.trainer.global_step
-            self._alert(f"Went on at step {step} after {times}", "\n".join(map(wandb_panels.in_words, new)), "WARN")
+            self._alert(f"Continued at step {step} after {times}", "\n".join(map(wandb_panels.in_words, new)), "WARN")
 
     def _alert(self, title: str, text: str, level: str) -> None:
         with _harmless(_NOT_SHOWN):

@@ -197,7 +197,7 @@ class Saver:
                 return None
             state = self._collect(final)
             if state is not None and state.is_busy:
-                self._report_failed(f"the one before has not been written within {self._patience_s:.0f} s")
+                self._report_failed(f"the previous one has not been written within {self._patience_s:.0f} s")
                 return None
             path = None if state is None or not self._agree(state) else self._save(reason, final, state)
             if path is not None and not final:
@@ -229,8 +229,8 @@ class Saver:
                 if is_first:
                     self._warn_once(
                         "skipped save",
-                        f"A checkpoint is still being written: skipping the one of step {self._step}, and later ones "
-                        "that come too soon. Save less often, or to faster storage.",
+                        f"A checkpoint is still being written: skipping the save of step {self._step}, and later "
+                        "saves that come too soon. Save less often, or to faster storage.",
                     )
                 return
             if background is None or state.no_memory is not None:
@@ -353,7 +353,7 @@ class Saver:
         room = memory_left()
         if needed <= room.nbytes:
             return None
-        return f"that needs {format_bytes(needed)} on a node, and {format_bytes(room.nbytes)} can be had ({room.limit})"
+        return f"{format_bytes(needed)} needed on a node, and {format_bytes(room.nbytes)} are available ({room.limit})"
 
     def _warn_once(self, about: str, message: str) -> None:
         if about not in self._warned:
@@ -436,7 +436,7 @@ class Saver:
         try:
             return "".join(digest() for digest in self._fit.participants.implement(Participant.digest))
         except Exception as error:  # the other ranks wait in a collective
-            log.warning("Rank %d cannot compare its state with that of the others (%r).", self._fit.rank, error)
+            log.warning("Rank %d cannot compare its state with the other ranks (%r).", self._fit.rank, error)
             return ""
 
     def _agree(self, state: _Collected) -> bool:
@@ -622,8 +622,8 @@ class Saver:
         step = self._step if step is None else step
         if self._fit.rank == 0:
             log.error(
-                "The checkpoint of step %d could not be saved (%s). Training goes on with older checkpoints. If the "
-                "storage is full, free space under %s, or give the run another directory.",
+                "The checkpoint of step %d could not be saved (%s). Training continues with older checkpoints. If "
+                "the storage is full, free space under %s, or give the run another directory.",
                 step,
                 reason,
                 self._fit.folder.checkpoints,
@@ -780,8 +780,8 @@ def _contents(state: Any) -> Any:
             if plain_one is each:
                 kind = f"{type(each).__module__}.{type(each).__qualname__}"
                 raise TypeError(
-                    f"{name} cannot be kept: it is a {kind}, which has no memory of its own and is not "
-                    "registered by torch.serialization.add_safe_globals"
+                    f"{name} cannot be saved: it is a {kind}, which has no memory of its own and is not registered by "
+                    "torch.serialization.add_safe_globals"
                 )
     if not changed:
         return state

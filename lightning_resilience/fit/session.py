@@ -410,7 +410,7 @@ class FitSession:
         saves_in_evaluation = in_evaluation and bool(event.needs & Needs.CLEAN)
         if saves_in_evaluation and any(self.fit.gather(self.exact.evaluation_has_changed_weights())):
             if self.fit.rank == 0:
-                log.info("The stop waits for the end of the validation, whose hooks have changed the weights.")
+                log.info("The stop waits for the end of the validation, because its hooks have changed the weights.")
                 self.fit.agreement.request(event.kind, event.payload, event.needs | Needs.TRAINING)
             return
         for on_event in self.fit.participants.implement(Participant.on_event):
@@ -435,8 +435,8 @@ class FitSession:
         (until, otherwise, only_global), self._rollback_request = self._rollback_request, None
         if lightning_loops.optimizer_layout(self.fit.trainer) != self._optimizer_layout:
             raise RuntimeError(
-                "A callback has changed optimizers, schedulers or initial weights of the fit, and only a restart makes "
-                "them anew. Start it again; it resumes."
+                "A callback has changed optimizers, schedulers or initial weights of the fit, and only a restart can "
+                "recreate them. Restart the run; it resumes."
             )
         for before_rollback in self.fit.participants.implement(Participant.before_rollback):
             before_rollback()

@@ -127,12 +127,12 @@ class StopOnSignal(Participant):
             session.fit.ledger.record(FitInterrupted(fit=session.fit.index, step=step, reason=reason))
             saved = f"saved {path}" if path is not None else "no new checkpoint could be saved"
             if is_bad:
-                saved = "nothing was saved, for the last step was bad: a resume begins before it"
-            then = "Run the same command again to go on."
+                saved = "nothing was saved because the last step was bad: a resume begins before that step"
+            then = "Run the same command again to continue."
             if not resumes and is_bad:
-                then = "Without AutoResume it begins anew."
+                then = "Without AutoResume a restart begins anew."
             elif not resumes:
-                then = "Without AutoResume nothing goes on from it by itself: give it to fit(ckpt_path=...)."
+                then = "Without AutoResume a restart does not use it automatically: pass it to fit(ckpt_path=...)."
             log.info("Stopped at step %d because of %s; %s. %s", step, reason, saved, then)
             if event.payload["requeue"]:
                 _requeue()

@@ -166,7 +166,7 @@ class StragglerReports(Participant):
         """Decides on the backend, the same on all ranks; returns the profiler if there is one."""
         asked, device = self._options.backend, self.session.fit.trainer.strategy.root_device
         if asked == "device_events" and not has_events:
-            raise ValueError(f"backend={asked!r} needs a device with events that keep their time, not {device.type}.")
+            raise ValueError(f"backend={asked!r} needs a device with timing events, not {device.type}.")
         if asked == "cupti" and device.type != "cuda":
             raise ValueError(f"backend={asked!r} measures CUDA devices, and this fit runs on {device.type}.")
         self.backend: Backend = "device_events" if has_events else "timer"
@@ -175,7 +175,7 @@ class StragglerReports(Participant):
         is_rank_0 = self.session.fit.rank == 0
         if lightning_callbacks.has_pytorch_profiler(self.session.fit.trainer):
             if is_rank_0:
-                log.warning("Kernels are not profiled: CUPTI serves one profiler, and the Trainer has PyTorch's.")
+                log.warning("Kernels are not profiled: CUPTI allows only one profiler, and the Trainer uses PyTorch's.")
             return None
         profiler, problem = _nvrx.kernel_profiler()
         problems = [each for each in self.session.fit.gather(problem) if each is not None]
@@ -263,11 +263,11 @@ class StragglerReports(Participant):
             kernels = Kernels.of(found)
             self._profiler.allow(self._options.report_time_interval)
             if (problem := self._profiler.problem) is not None:  # perhaps on this rank alone
-                self._warn_once(f"Kernels are not profiled any more on rank {session.fit.rank}: {problem}.")
+                self._warn_once(f"Kernels are no longer profiled on rank {session.fit.rank}: {problem}.")
             elif not found:  # CUPTI says that all is well
                 self._warn_once(
-                    f"CUPTI shows no kernel of rank {session.fit.rank}, so reports are of its steps: another profiler, "
-                    "such as PyTorch's in an earlier fit, may have taken CUPTI over for good."
+                    f"CUPTI reports no kernels of rank {session.fit.rank}, so reports use its step times. Another "
+                    "profiler, such as PyTorch's in an earlier fit, may have taken over CUPTI for good."
                 )
         report = make_report(
             session.fit.trainer.global_step, self._device_ids, self._time.take(), kernels, self._history, self._comm
@@ -381,7 +381,7 @@ class StragglerReports(Participant):
         if _are_too_many(stragglers, len(self._device_ids)):
             why = "more than half of the ranks are slow"
         elif all(each.cause == SECTIONS[CALLBACKS] for each in new.values()):
-            why = "its callbacks would take as long in another process"
+            why = "the callbacks that make it slow would take as long in another process"
         if why is not None:
             self._warn_once(f"No slow rank is replaced: {why}.")
             return False
@@ -398,7 +398,7 @@ class StragglerReports(Participant):
     def _agree_on_replacement(self, event: Event) -> None:
         fit, what = self.session.fit, event.payload
         if fit.rank == 0:
-            log.warning("Replacing what is too slow: %s.", what["reason"])
+            log.warning("Replacing stragglers: %s.", what["reason"])
             fit.ledger.record(
                 StragglersReplaced(
                     fit=fit.index,
@@ -428,17 +428,17 @@ class StragglerReports(Participant):
         new = [each for each in stragglers if str(each.device_id) not in self._stopped_for]
         nodes = {each.device_id.node for each in new}
         if not new:
-            why = "The run has been stopped for these devices before, and goes on with them."
+            why = "The run has already been stopped because of these devices, and continues with them."
         elif _are_too_many(stragglers, len(self._device_ids)):  # also those that are not new
-            why = "More than half of the ranks are slow: that is no straggler, and the run is not stopped."
+            why = "The run is not stopped: more than half of the ranks are slow, so none counts as a straggler."
         elif not self.session.selector.uses_global:
             why = "The run is not stopped: without AutoResume it would begin anew."
         elif not is_started_again():
-            why = "The run is not stopped: nothing would start it again, as lightning-resilience launch does."
+            why = "The run is not stopped: nothing would restart it, as lightning-resilience launch does."
         elif all(each.cause == SECTIONS[CALLBACKS] for each in new):
-            why = "The run is not stopped: its callbacks would take as long on any other node."
+            why = "The run is not stopped: the callbacks that make it slow would take as long on any other node."
         elif reason := why_not_excluded(self.session.fit.run.path, nodes, self._nodes):
-            why = f"The run is not stopped, and goes on with its stragglers: {reason}."
+            why = f"The run is not stopped, and continues with its stragglers: {reason}."
         else:
             log.error("Detected stragglers. Terminating training...")
             payload = {
@@ -459,12 +459,12 @@ class StragglerReports(Participant):
         session = self.session
         if session.saver.waits():  # a resume would not judge again what is saved now
             if session.fit.rank == 0:
-                log.info("The run goes on until the next report: its last step was bad.")
+                log.info("The run continues until the next report, because its last step was bad.")
             return
         path = session.saver.save("straggler")
         if path is None:  # on all ranks
             if session.fit.rank == 0:
-                log.error("The run goes on with its stragglers, since it cannot be saved.")
+                log.error("The run continues with its stragglers, because it cannot be saved.")
             return
         reason, ranks = str(event.payload["reason"]), event.payload["ranks"]
         if session.fit.rank == 0:
@@ -477,7 +477,7 @@ class StragglerReports(Participant):
                     reason=reason,
                 )
             )
-            log.error("Saved: %s. Started again, the run goes on from there.", path)
+            log.error("Saved %s. A restarted run continues from it.", path)
         session.fit.gather(None)  # no rank leaves, and has the others killed, before that is written
         nodes = {self._device_ids[rank].node for rank in ranks}
         is_suspect = 2 * len(nodes) <= self._nodes and session.fit.rank in ranks

@@ -304,7 +304,7 @@ def _read_fits(path: str | os.PathLike[str]) -> dict[str, Any]:
     if isinstance(version, int) and version != _VERSION:
         raise ValueError(f"It has version {version}, and this release reads version {_VERSION}.")
     if version != _VERSION or not isinstance(content.get("fits"), dict):
-        raise ValueError("It holds something else than what lightning-resilience writes there.")
+        raise ValueError("It was not written by lightning-resilience.")
     fits: dict[str, Any] = content["fits"]
     return fits
 
@@ -320,5 +320,5 @@ def _timeouts_of(entry: object, layout: Mapping[str, Any], configured: SectionTi
         if found.get(name) != layout.get(name)
     ]
     if differences:
-        raise ValueError(f"Its timeouts hold for another layout ({', '.join(differences)}).")
+        raise ValueError(f"Its timeouts are for another layout ({', '.join(differences)}).")
     return replace(configured, calculated=calculated)

@@ -171,7 +171,7 @@ class Verdict:
     def line(self) -> str:
         """The verdict in one sentence, without a full stop."""
         if not self.culprits:
-            return "nothing came from any rank"
+            return "no evidence came from any rank"
         clauses = _culprit_clauses(self.culprits) + _victim_clauses(self.culprits, self.victims)
         return "; ".join(clauses)
 
@@ -464,7 +464,7 @@ class _Diagnosis:
             waiting = sorted(theirs.ranks)
             self.blamed[culprit] = (
                 "waiting",
-                f"has gone on to {self.waits[culprit][0].where} without entering {theirs.where}, where "
+                f"has moved on to {self.waits[culprit][0].where} without entering {theirs.where}, where "
                 f"{_name(waiting)} {'waits' if len(waiting) == 1 else 'wait'} for it",
             )
         return culprits
@@ -511,7 +511,7 @@ class _Diagnosis:
         if rank in self.unfinished:
             return self._unfinished(*self.unfinished[rank], where)
         if each.section == "start" and self._may_wait_outside(each):
-            return "outside", f"waiting for something that is no rank in {where}"
+            return "outside", f"waiting for something other than a rank in {where}"
         waits = ", while its device has work left" if each.process.device_works else ""
         return "stuck", f"stuck in {where}" + (_activity(each.process) or waits)
 
@@ -528,10 +528,9 @@ class _Diagnosis:
         running = sorted(rank for rank, other in records.items() if other.state == "running")
         finished = f"{_name(done)} {'has' if len(done) == 1 else 'have'} finished" if done else ""
         if record.state == "queued" and (running or done):
-            what = f"runs on {_name(running)}" if running else finished
+            what = f"it runs on {_name(running)}" if running else finished
             return "stuck", (
-                f"stuck on its device, which has not begun {record.name} although that {what}; its main thread is in "
-                f"{where}"
+                f"stuck on its device, which has not begun {record.name} although {what}; its main thread is in {where}"
             )
         if done:
             return "unfinished", f"in {record.name}, which {finished}: its network or device"
@@ -560,7 +559,7 @@ def _halted(each: RankEvidence) -> tuple[Kind, str] | None:
         return "debugged", f"waiting for a person{where}"
     is_saving = each.section == "checkpointing" and _rate(process) >= _WRITES_FROM
     if process.state == "uninterruptible" and not is_saving:
-        return "uninterruptible", f"uninterruptible{where}: the kernel does not come back, mostly from storage"
+        return "uninterruptible", f"uninterruptible{where}: the kernel does not return, usually from storage"
     return None
 
 
@@ -570,7 +569,7 @@ def _main_frames(process: ProcessEvidence) -> Sequence[Frame]:
 
 def _where(process: ProcessEvidence) -> str:
     if not process.threads:
-        return "a place that is not known: it left no stack"
+        return "an unknown place: it left no stack"
     return place(_main_frames(process)) or "code that is not Python"
 
 
@@ -599,7 +598,7 @@ def _activity(process: ProcessEvidence) -> str:
     if _rate(process) >= _WRITES_FROM:
         return f", writing {_rate(process) / 1e6:.0f} MB/s"
     if process.children_cpu_s >= _BUSY_FROM * process.watched_s > 0:
-        return ", while a process that it has started is busy on the CPU"
+        return ", while one of its child processes is busy on the CPU"
     return ""
 
 
@@ -632,7 +631,7 @@ def _data_loader(each: RankEvidence) -> str | None:
         return _where(each.process)
     states = [f"worker {worker.pid} {state}" for worker in each.workers if (state := _worker_state(worker))]
     if not states:
-        return f"none of its workers ({', '.join(str(worker.pid) for worker in each.workers)}) is seen to do anything"
+        return f"none of its workers ({', '.join(str(worker.pid) for worker in each.workers)}) shows any activity"
     more = f" and {len(states) - _MAX_CLAUSES} more" if len(states) > _MAX_CLAUSES else ""
     return ", ".join(states[:_MAX_CLAUSES]) + more
 

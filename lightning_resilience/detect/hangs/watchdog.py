@@ -332,12 +332,12 @@ class Watchdog:
             except Exception:  # the ranks must not go unwatched
                 if not has_failed:
                     has_failed = True
-                    self._log(f"The watchdog goes on after an error of its own:\n{traceback.format_exc()}")
+                    self._log(f"The watchdog continues after an internal error:\n{traceback.format_exc()}")
                 if time.monotonic() - succeeded > deadlines.WATCHDOG_FAILS_FOR_S:
                     self._log(
                         f"The watchdog of {platform.node()} gives up: all its checks have failed for "
-                        f"{deadlines.WATCHDOG_FAILS_FOR_S:g} s. The next save starts another one; until then hangs on "
-                        "this node are not found."
+                        f"{deadlines.WATCHDOG_FAILS_FOR_S:g} s. The next save starts a new watchdog; until then hangs "
+                        "on this node are not found."
                     )
                     self._flush()
                     return
@@ -713,7 +713,7 @@ class Watchdog:
         evidence = self._refreshed(None, evidence)
         if any(each.seconds > each.timeout for each in evidence):
             return self._announce(diagnose(evidence, world_size), folder, evidence, noticed)
-        self._log("All ranks have advanced: slow, not hung. If that is usual here, give the section more time.")
+        self._log("All ranks have advanced: slow, not hung. If that is normal here, raise the section's timeout.")
         judged = {"is_hang": False, "line": "all ranks have advanced"}
         self._write_verdict(folder, judged)
         return judged
@@ -723,12 +723,12 @@ class Watchdog:
         if not (verdict.is_hang and verdict.is_busy) or late.seconds >= _BUSY_FOR * late.timeout:
             return None
         if not self._is_started_again:
-            return "nothing would start this run again"
+            return "nothing would restart this run"
         here = ("hang", True, self._about["fit"], late.section, verdict.culprits[0].step)
         events = self._store(lambda: read_ledger(RunDirectory(self._about["run_dir"]).ledger)) or []
         faults = (event for event in events if isinstance(event, Fault))
         if any((each.kind, each.busy, each.fit, each.section, each.step) == here for each in faults):
-            return "it was ended here before, just as busy"
+            return "it was ended here before while it was just as busy"
         return None
 
     def _announce(
@@ -739,10 +739,10 @@ class Watchdog:
         judged, advice = verdict.to_json(), ""
         if (why := self._why_extended(verdict, late)) is not None:
             judged |= {"is_hang": False, "doubled": True}
-            advice = f" Slow rather than hung: it gets {2 * late.seconds:.0f} s in all, since {why}."
+            advice = f" Slow rather than hung: it gets {2 * late.seconds:.0f} s in total, because {why}."
         if late.section == "start":
             advice += (
-                f" Outside of a fit a rank may do nothing for {late.timeout:g} s, and longer with launch "
+                f" Outside of a fit a rank may be idle for {late.timeout:g} s. To allow more, use launch "
                 "--section-timeouts start:SECONDS, or start:none."
             )
         elif verdict.is_hang and verdict.may_be_slow:
@@ -910,7 +910,7 @@ def start(directory: Path) -> dict[str, Any] | None:
         environment = os.environ | {OUTLIVES_RANKS_VARIABLE: "1"}  # it may have the death of its ranks to explain still
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, env=environment)
         if process.wait(deadlines.WATCHDOG_STARTS_WITHIN_S) != 0:
-            raise subprocess.SubprocessError("it has ended before it began")
+            raise subprocess.SubprocessError("it exited before it began to watch")
         return read_json(directory / _RECORD)
 
 

@@ -48,16 +48,16 @@ class Divergence:
 
     def __str__(self) -> str:
         if self.suspects:
-            return f"{_ranks(self.suspects)} {_holds(self.suspects)} another state than the other {len(self.groups[0])}"
+            return f"{_ranks(self.suspects)} {_holds(self.suspects)} than the other {len(self.groups[0])} ranks"
         if [*map(len, self.groups)] == [1, 1]:
             (one,), (other,) = self.groups
-            return f"ranks {one} and {other} hold different states: one of the two is wrong, and nothing says which"
+            return f"ranks {one} and {other} hold different states: one of the two is wrong, and it is unknown which"
         parted = " from ".join(_ranks(group) for group in self.groups[:4]) + (" ..." if len(self.groups) > 4 else "")
-        return f"the ranks hold different states, and no majority says which is wrong: {parted}"
+        return f"the ranks hold different states, and without a majority it is unknown which is wrong: {parted}"
 
 
 def _holds(ranks: Sequence[int]) -> str:
-    return "holds" if len(ranks) == 1 else "hold"
+    return "holds a different state" if len(ranks) == 1 else "hold a different state"
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -519,8 +519,8 @@ def _multiplied(gradient: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
 
 
 _LATE = "the loss or a gradient was not finite"
-_ELSEWHERE = "the loss or the gradients of another rank are not as they should be"
-_BUFFERS = "buffers of the module are not finite any more"
+_ELSEWHERE = "another rank has a bad loss or bad gradients"
+_BUFFERS = "buffers of the module are no longer finite"
 _SCALERS = ("grad_scale", "found_inf")
 """What a gradient scaler sets on an optimizer that can skip a step by itself."""
 
