@@ -6,6 +6,7 @@ import functools
 import importlib
 import socket
 import time
+from collections import Counter
 from collections.abc import Callable
 from copy import copy
 from datetime import timedelta
@@ -76,6 +77,25 @@ def around_closure(run: Callable[[Callable[[], Any]], Any], args: Any, kwargs: A
     if callable(closure := kwargs.get("closure")):
         return args, {**kwargs, "closure": functools.partial(run, closure)}
     return None
+
+
+def hooks_of(module: torch.nn.Module) -> Counter[str]:
+    """How many hooks a module, its layers and its parameters have of others than torch, Lightning and this package."""
+    found = Counter[str]()
+    for name, each in (*module.named_modules(), *module.named_parameters()):
+        for kind, hooks in (vars(each) | {kind: getattr(each, kind, None) for kind in _OF_PARAMETERS}).items():
+            if kind.endswith("_hooks") and isinstance(hooks, dict):
+                found[name] += sum(not _module_of(hook).startswith(_KNOWN) for hook in hooks.values())
+    return +found
+
+
+_OF_PARAMETERS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+_KNOWN = ("torch.", "lightning.", "pytorch_lightning.", "lightning_fabric.", "lightning_resilience.")
+
+
+def _module_of(hook: Any) -> str:
+    hook = getattr(hook, "func", hook)  # of a partial
+    return getattr(hook, "__module__", None) or ""
 
 
 class Layers:

@@ -232,3 +232,11 @@ def test_rows_that_were_written_long_ago_are_removed(tmp_path: Path) -> None:
         rows.put([(0, 4, long)], False)
     with pytest.raises(OSError, match="not written 16 MiB"):
         rows.put([(0, 4, long)], False)
+
+
+def test_the_generator_of_a_device_gives_the_same_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(5)
+    monkeypatch.setattr(data_position, "_accelerator", lambda device: generator)
+    drawn = torch.rand(3, generator=generator)
+    data_position.begin_again(torch.device("cuda"))
+    assert torch.equal(torch.rand(3, generator=generator), drawn)

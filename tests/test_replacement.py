@@ -28,6 +28,7 @@ from typing import Any
 from unittest.mock import MagicMock
 
 import lightning.pytorch as L
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -713,7 +714,7 @@ def test_a_survivor_begins_the_fit_with_what_a_replacement_has(tmp_path: Path) -
     module = Thawed()
     vars(module)["forward"] = own = lambda *inputs: Thawed.forward(module, *inputs)
     before = [dict(vars(each)) for each in (averages, stops)]
-    start = lightning_reentry.Start(trainer, module)
+    start, drawn = lightning_reentry.Start(trainer, module), (random.random(), np.random.rand(), torch.rand(2).tolist())
     with pytest.raises(PeerLost):
         trainer.fit(module)
     assert (averages._initialized, trainer.max_epochs, module.normal.momentum) == (True, 3, None)
@@ -722,6 +723,7 @@ def test_a_survivor_begins_the_fit_with_what_a_replacement_has(tmp_path: Path) -
     assert (trainer.global_step, trainer.current_epoch) == (0, 0)
     assert [vars(each) for each in (averages, stops)] == before
     assert vars(module)["forward"] is own
+    assert (random.random(), np.random.rand(), torch.rand(2).tolist()) == drawn
     assert (trainer.max_epochs, module.normal.momentum) == (2, 0.1)
     assert [each.requires_grad for each in module.parameters()] == [True, True, *[False] * 4]
     # What is made in configure_model is made with the types of the precision.
@@ -1230,6 +1232,7 @@ def test_the_connections_that_are_cut_at_a_loss_are_known_whatever_gloo_is_told(
     script.write_text("""
 import os, signal
 import lightning.pytorch as L
+import numpy as np
 from lightning.pytorch.demos.boring_classes import BoringModel
 class Model(BoringModel):
     def training_step(self, batch, batch_idx):
@@ -1243,6 +1246,57 @@ L.Trainer(max_steps=16, devices=4, accelerator="cpu", strategy="ddp", limit_val_
     assert finish(start([*launch, f"--run-dir={tmp_path / 'run'}", str(script)], output), output) == 0
     assert "Lost rank 1" in output.read_text()
     assert "Resuming from step 12" in output.read_text()
+
+
+ENTERED_AGAIN = {
+    "drawn in configure_model": """
+    def configure_model(self):
+        self.register_buffer("scale", torch.rand(2), persistent=False)
+""",
+    "hooks that setup adds": """
+    def setup(self, stage):
+        self.scale = 1.0
+        self.layer.weight.register_hook(lambda gradient: gradient * 0.5)
+        self.layer.register_forward_hook(lambda layer, inputs, output: output * 0.5)
+""",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ENTERED_AGAIN)
+def test_what_the_script_does_before_the_training_is_the_same_in_a_survivor(tmp_path: Path, what: str) -> None:
+    """It is drawn again, or all ranks are restarted."""
+    script, weights = tmp_path / "train.py", {}
+    script.write_text(f"""
+import os, signal, sys
+import lightning.pytorch as L
+import numpy as np
+import torch
+from lightning.pytorch.demos.boring_classes import BoringModel
+class Model(BoringModel):
+    {ENTERED_AGAIN[what]}
+    def training_step(self, batch, batch_idx):
+        at = self.global_step, os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]
+        if at == (12, "1", "0") and sys.argv[1] == "disturbed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return (self.layer(batch) * self.scale).pow(2).mean()
+quiet = {{"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}}
+torch.manual_seed(7)
+module = Model()
+L.Trainer(max_steps=16, devices=2, accelerator="cpu", strategy="ddp", limit_val_batches=0, **quiet).fit(module)
+torch.save((module.layer.weight, module.scale), sys.argv[2] + os.environ["RANK"])
+""")
+    launch = [sys.executable, "-m", "lightning_resilience.launch.cli", "launch", "--elastic", "--nproc-per-node=2"]
+    for name in ("disturbed", "undisturbed"):
+        output = tmp_path / f"output of {name}"
+        command = [*launch, f"--run-dir={tmp_path / name}", str(script), name, str(tmp_path / f"{name} weights ")]
+        assert finish(start(command, output), output) == 0, output.read_text()
+        weights[name] = [torch.load(tmp_path / f"{name} weights {rank}") for rank in range(2)]
+    for ours, theirs in zip(*weights.values(), strict=True):
+        assert all(torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in zip(ours, theirs, strict=True))
+    text = (tmp_path / "output of disturbed").read_text()
+    assert "starting a replacement" in text
+    assert ("cannot go back: entering the fit again has changed how many hooks layer has" in text) == ("hooks" in what)
 
 
 @pytest.mark.parametrize(

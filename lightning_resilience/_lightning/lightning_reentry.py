@@ -10,10 +10,13 @@ from copy import copy
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
+import torch
+
 from lightning_resilience._lightning.lightning_callbacks import callbacks, callbacks_named
 from lightning_resilience._lightning.lightning_loops import reset_loops, reset_progress
 from lightning_resilience._lightning.lightning_strategies import name_of
 from lightning_resilience._torch import Layers
+from lightning_resilience.checkpoint import data_position
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -25,6 +28,7 @@ _ENVIRONMENTS = (
     "lightning.fabric.plugins.environments.torchelastic",
     "lightning_fabric.plugins.environments.torchelastic",
 )
+_CPU = torch.device("cpu")
 _wrapped: set[str] = set()
 
 
@@ -118,8 +122,9 @@ def take_place(trainer: Trainer, nodes: Sequence[Sequence[int]], node: int) -> N
 class Start:
     """What a fit may change and no checkpoint has, as it was before the fit: a new process begins with that.
 
-    Callbacks of Lightning change attributes of their own, of the Trainer, and which parameters are trained. Attributes
-    of the script's own callbacks and of the module are left as they are.
+    Callbacks of Lightning change attributes of their own, of the Trainer, and which parameters are trained. What is
+    drawn before the training is drawn again. Attributes of the script's own callbacks and of the module are left as
+    they are.
 
     Args:
         trainer: Its Trainer.
@@ -128,6 +133,7 @@ class Start:
 
     def __init__(self, trainer: Trainer, module: LightningModule) -> None:
         self._trainer = trainer
+        self._random_state = data_position.get_random_state(_CPU)  # to ask for that of a device would initialize it
         self._layers = Layers(module) if name_of(trainer.strategy) == "ModelParallelStrategy" else None
         # Layers that are made later may be frozen when they are made.
         self._trained = [(each, each.requires_grad) for each in module.parameters()]
@@ -155,6 +161,8 @@ class Start:
         for layer, is_training in self._modes:
             layer.training = is_training
         self._put_back_types()
+        data_position.set_random_state(self._random_state, _CPU)
+        data_position.begin_again(self._trainer.strategy.root_device)
 
     def _put_back_types(self) -> None:
         """A precision such as 64-true has converted the module, which is known by the types that it has at first."""

@@ -78,6 +78,12 @@ def set_random_state(state: RandomState, device: torch.device, generators: Itera
         accelerator.set_rng_state(state["accelerator"])
 
 
+def begin_again(device: torch.device) -> None:
+    """Has the generator of ``device`` give once more what it has given since it was seeded."""
+    if (accelerator := _accelerator(device)) is not None:
+        accelerator.manual_seed(accelerator.initial_seed())
+
+
 def is_same(one: Any, other: Any) -> bool:
     """Whether two states of :func:`get_random_state`, or parts of them, are equal."""
     if isinstance(one, dict):

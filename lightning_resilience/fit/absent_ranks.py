@@ -347,14 +347,14 @@ class AbsentRanks:
     def _expect_forward(self, rank: int | None = None) -> None:
         """The forward pass of an absent rank comes next, or one of this rank."""
         self._next = rank
-        if not self._buffers and (buffers := list(self._trainer.lightning_module.buffers())):
-            self._buffers = buffers
-            if lightning_strategies.ddp_wrapper(self._trainer) is not None:
-                # A function is not copied with the module, as a bound method would be, and the Trainer with it.
-                module = self._trainer.lightning_module
-                self._hook = module.register_forward_pre_hook(lambda *_: self._before_forward())
+        module, under_ddp = self._trainer.lightning_module, lightning_strategies.ddp_wrapper(self._trainer) is not None
+        if self._begun is None:  # once in a batch: StochasticWeightAveraging has its own for an epoch
+            self._buffers = list(module.buffers())
+        if under_ddp and self._buffers and self._hook is None:
+            # A function is not copied with the module, as a bound method would be, and the Trainer with it.
+            self._hook = module.register_forward_pre_hook(lambda *_: self._before_forward())
         self._is_next = True
-        if lightning_strategies.ddp_wrapper(self._trainer) is None:
+        if not under_ddp:
             self._before_forward()
 
     def _before_forward(self) -> None:

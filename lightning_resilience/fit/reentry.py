@@ -18,9 +18,11 @@ import gc
 import logging
 import os
 import threading
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
@@ -31,6 +33,7 @@ from lightning_resilience._lightning import (
     lightning_reentry,
     lightning_strategies,
 )
+from lightning_resilience._torch import hooks_of
 from lightning_resilience.agreement_protocol import Event as AgreedEvent
 from lightning_resilience.agreement_protocol import Needs, PeerLost
 from lightning_resilience.checkpoint import devices, reduction_order
@@ -55,6 +58,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _POLL_S = 0.5
+
+_hooks_at_first: WeakKeyDictionary[LightningModule, Counter[str]] = WeakKeyDictionary()
+"""Of modules the hooks that they had when the loops of their fit began in this process for the first time."""
 
 _runs: list[bool] = []
 """For every run of a Trainer that this process has begun, whether it has ended."""
@@ -253,6 +259,10 @@ class Replaceability(Participant):
         if self._line is None:
             return
         trainer, is_first = self._fit.trainer, self._line.generation == 0
+        before = _hooks_at_first.setdefault(trainer.lightning_module, hooks := hooks_of(trainer.lightning_module))
+        if hooks != before:  # it would compute something else than the ranks that are new
+            where = min((hooks - before) + (before - hooks)) or type(trainer.lightning_module).__name__
+            _end_refused(self._line, f"entering the fit again has changed how many hooks {where} has")
         asked = trainer.is_global_zero and is_first and REPLACES_STRAGGLERS_VARIABLE in os.environ
         if asked and not lightning_callbacks.callbacks_named(trainer, "StragglerDetection"):
             log.warning("--replace-stragglers replaces nothing: the Trainer has no StragglerDetection.")

@@ -25,6 +25,7 @@ import torch
 NAME = "fakegpu"
 _HERE = Path(__file__).parent
 _COMPILER = os.environ.get("CXX", "g++")
+_DEFAULT_SEED = 67280421310721  # PyTorch's
 _PRIVATE_USE_1 = 20  # PyTorch's number of this kind of device
 
 
@@ -75,6 +76,7 @@ class _FakeGpu(ModuleType):
         self._ops = torch.ops.fakegpu
         self._forked = False
         self._is_broken = False
+        self._seeds: dict[int, int] = {}
         os.register_at_fork(
             before=self._ops.before_fork,
             after_in_parent=lambda: self._ops.after_fork(False),
@@ -169,12 +171,19 @@ class _FakeGpu(ModuleType):
     def set_rng_state(self, state: torch.Tensor, device: Any = None) -> None:
         self._ops.set_random_state(state, self._index(device))
 
+    def initial_seed(self) -> int:
+        return self._seeds.get(self.current_device(), _DEFAULT_SEED)
+
     def manual_seed(self, seed: int) -> None:
-        self._ops.seed(seed % 2**63, self.current_device())
+        self._seed(self.current_device(), seed)
 
     def manual_seed_all(self, seed: int) -> None:
         for device in range(self.device_count()):
-            self._ops.seed(seed % 2**63, device)
+            self._seed(device, seed)
+
+    def _seed(self, device: int, seed: int) -> None:
+        self._seeds[device] = seed
+        self._ops.seed(seed % 2**63, device)
 
     # -- memory
 
