@@ -783,7 +783,7 @@ def test_a_job_that_cannot_be_requeued_says_what_to_do(batch: Batch, monkeypatch
     assert step._requeue(End("preempted", "requeue", 1, "told to"), [], []) == 75
     [end] = read_ledger(batch.ledger.path)
     assert end["then"] == "end"
-    assert end["reason"] == "the job could not be requeued (Access denied); submit it again, and it goes on"
+    assert end["reason"] == "the job could not be requeued (Access denied); submit it again to continue the run"
 
 
 def test_an_exclusion_that_slurm_refuses_is_recorded(batch: Batch, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -948,8 +948,8 @@ def test_two_jobs_in_one_run_directory_are_one_too_many(batch: Batch, state: str
     batch.ledger.record("slice_start", slurm_job_id="16", restart_count=0, node_list=["n1"])
     code, said = batch.run(exits(0))
     assert code == 1
-    assert "job 16 is at work in" in said
-    assert "job 16 is at work in" in batch.comments()[-1]
+    assert "job 16 is already running in" in said
+    assert "job 16 is already running in" in batch.comments()[-1]
     assert len(read_history(batch.ledger.path).allocations) == 1
     batch.ledger.record("slice_end", how="preempted", then="requeue", reason="told to")
     assert batch.run(exits(0))[0] == 0
@@ -1074,7 +1074,7 @@ def test_the_state_of_a_job_is_what_slurm_says_as_long_as_it_knows_it(
         lines = status.status(tmp_path).splitlines()
         assert f"Now       {shown}" in lines
     assert "n1..n4 (4)" in lines[3]
-    assert lines[-1].startswith("Last word told to xxx")
+    assert lines[-1].startswith("Last end  told to xxx")
     assert len(lines[-1]) <= 120
 
 
@@ -1101,7 +1101,7 @@ def test_the_table_says_what_has_followed_each_slice(tmp_path: Path) -> None:
         ["interrupted", "-"],
     ]
     assert rows[3][2] == "-"
-    assert lines[-1] == "Last word the last"
+    assert lines[-1] == "Last end  the last"
 
 
 def test_a_launch_at_work_is_told_from_one_that_is_lost(tmp_path: Path) -> None:

@@ -709,7 +709,7 @@ def test_those_that_are_not_new_count_for_what_most_ranks_are(
 @pytest.mark.parametrize(
     ("nodes", "cause", "why"),
     [
-        (1, "compute", "there is no other node to go on with"),
+        (1, "compute", "there is no other node to continue with"),
         (2, "callbacks", "its callbacks would take as long on any other node"),
         (2, "compute", None),
     ],
