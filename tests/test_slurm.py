@@ -114,11 +114,11 @@ def test_a_percent_sign_in_the_path_is_no_pattern_of_slurms(tmp_path: Path) -> N
         ({"preempt_time_s": 70000}, "must be 20 to 65535"),
         ({"grace_period_s": 51.0}, "use --preempt-time 61"),
         ({"time": "2:00"}, "no time to train"),
-        ({"sbatch": ["-t9:00:00"]}, "given by this command itself"),
+        ({"sbatch": ["-t9:00:00"]}, "set by this command"),
         ({"time": "five"}, "hours:minutes:seconds"),
-        ({"sbatch": ["--signal=B:USR1@30"]}, "given by this command itself"),
-        ({"sbatch": ["--no-requeue"]}, "given by this command itself"),
-        ({"sbatch": ["-N4"]}, "given by this command itself"),
+        ({"sbatch": ["--signal=B:USR1@30"]}, "set by this command"),
+        ({"sbatch": ["--no-requeue"]}, "set by this command"),
+        ({"sbatch": ["-N4"]}, "set by this command"),
         ({"sbatch": ["qos=high"]}, "is no option"),
         ({"job_name": 'a"b'}, "#SBATCH line"),
         ({"job_name": "a\\b"}, "#SBATCH line"),
@@ -164,7 +164,7 @@ def test_the_script_is_submitted_or_it_is_said_why_not(
     with pytest.raises(SystemExit) as refusal:
         cli.main(submit)
     assert refusal.value.code == 1
-    assert "there is no sbatch here" in capsys.readouterr().err
+    assert "sbatch was not found" in capsys.readouterr().err
     (tmp_path / "bin" / "sbatch").write_text(SBATCH)
     (tmp_path / "bin" / "sbatch").chmod(0o755)
     cli.main(submit)
@@ -927,7 +927,7 @@ def test_other_options_of_sbatch_are_quoted(tmp_path: Path, option: str, line: s
 
 @pytest.mark.parametrize("option", ["-oout.txt", "--sig=USR1@9", "--time=1", "-t1", "--node=4"])
 def test_what_is_ours_in_another_spelling_is_refused(tmp_path: Path, option: str) -> None:
-    with pytest.raises(ValueError, match="is given by this command itself"):
+    with pytest.raises(ValueError, match="is set by this command"):
         render(tmp_path, sbatch=[option])
 
 
