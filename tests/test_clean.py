@@ -237,7 +237,7 @@ def test_storage_that_is_not_mounted_is_not_gone(tmp_path: Path, node: Path) -> 
     shutil.rmtree(run)
     assert "is not visible here" in why_kept(find_leftovers(tmp_path / "mount"), local)
     (local / "run.json").unlink()
-    assert "not known" in why_kept(find_leftovers(tmp_path / "mount"), local)
+    assert "is unknown" in why_kept(find_leftovers(tmp_path / "mount"), local)
 
 
 @pytest.mark.parametrize("has_its_own", [False, True], ids=["none", "a run"])

@@ -629,9 +629,9 @@ def test_a_finished_run_is_not_taken_for_one_with_other_arguments(launcher: Laun
     assert launcher.run("--fresh", "script.py", "--lr", "0.3") == 0
     assert launcher.run("script.py", "--lr", "0.3") == 0
     assert "run-2 has finished already" in launcher.stderr()
-    assert f"{launcher.run_directory.path} goes on in " in launcher.stderr(), "not where the command says"
+    assert f"{launcher.run_directory.path} continues in " in launcher.stderr(), "not where the command says"
     assert launcher.run("--fresh", "script.py", "--lr", "0.4") == 0
-    assert "goes on in" not in launcher.stderr()
+    assert "continues in" not in launcher.stderr()
     assert launcher.run("script.py", "--lr", "0.4") == 0
     assert "run-3 has finished already" in launcher.stderr()
     assert launcher.run("--retries-in-new-job", "--continue-anyway", "script.py", "--lr", "0.5") == 0
@@ -959,7 +959,7 @@ def test_whoever_reads_a_report_may_stop_at_any_line(launcher: Launcher) -> None
         (["--on-event=no-such-program", "script.py"], "--on-event: there is no program no-such-program"),
         (
             ["--prometheus=run.txt", "script.py"],
-            "--prometheus: 'run.txt' is neither a file that ends in .prom",
+            "--prometheus: 'run.txt' is neither a file for node_exporter, which ends in .prom",
         ),
     ],
 )

@@ -119,7 +119,7 @@ def test_a_percent_sign_in_the_path_is_no_pattern_of_slurms(tmp_path: Path) -> N
         ({"sbatch": ["--signal=B:USR1@30"]}, "set by this command"),
         ({"sbatch": ["--no-requeue"]}, "set by this command"),
         ({"sbatch": ["-N4"]}, "set by this command"),
-        ({"sbatch": ["qos=high"]}, "is no option"),
+        ({"sbatch": ["qos=high"]}, "is not an option"),
         ({"job_name": 'a"b'}, "#SBATCH line"),
         ({"job_name": "a\\b"}, "#SBATCH line"),
         ({"run_dir": Path("/runs/a\n#SBATCH -N9")}, "#SBATCH line"),

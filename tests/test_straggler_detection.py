@@ -1088,7 +1088,7 @@ def test_it_is_said_where_no_kernel_is_seen(
             assert caplog.text.count("CUPTI shows no kernel of rank 0") == lines
 
 
-@pytest.mark.parametrize("what", ["PyTorch's profiler is on", "CUPTI_ERROR_MULTIPLE_SUBSCRIBERS"])
+@pytest.mark.parametrize("what", ["PyTorch's profiler is active", "CUPTI_ERROR_MULTIPLE_SUBSCRIBERS"])
 def test_a_run_goes_on_where_kernels_are_profiled_no_more(
     what: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
