@@ -42,7 +42,7 @@ def checked(init: _Init) -> _Init:
         known = list(signature.parameters)[1:]
         for given in kwargs.keys() - set(known):
             near = difflib.get_close_matches(given, known, 1)
-            hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}."
+            hint = f"did you mean {near[0]}?" if near else f"choose one of {', '.join(known)}."
             raise TypeError(f"{name}: there is no argument {given}; {hint}")
         try:
             bound = signature.bind(self, *args, **kwargs)
@@ -72,7 +72,7 @@ def duration(name: str, value: Any) -> timedelta:
     if isinstance(value, str) and (found := _CLOCK.fullmatch(value.strip())):
         hours, minutes, seconds = map(int, found.groups())
         return timedelta(hours=hours, minutes=minutes, seconds=seconds)
-    problem = f"{name} must be {_DURATION}, not {value!r}: 15 minutes are 900, timedelta(minutes=15) or '0:15:00'."
+    problem = f"{name} must be {_DURATION}, not {value!r}: for 15 minutes, 900, timedelta(minutes=15) or '0:15:00'."
     if isinstance(value, str):
         raise ValueError(problem)
     if isinstance(value, bool) or not isinstance(value, numbers.Real):

@@ -1,4 +1,4 @@
-"""Work in a daemon thread, with its result: the end of the process does not wait for it, as it does for an executor."""
+"""Work in a daemon thread, with its result. Unlike an executor, it does not delay the end of the process."""
 
 from __future__ import annotations
 

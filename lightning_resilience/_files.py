@@ -262,10 +262,10 @@ class Patience:
                     raise
                 if failed_s - said_s >= _SAID_EVERY_S:
                     said_s = failed_s
-                    log.warning("%sthe storage fails (%s); trying again for %.0f s.", prefix, error, self.left_s)
+                    log.warning("%sstorage is failing (%s); retrying for %.0f s.", prefix, error, self.left_s)
             else:
                 if failed_s:
-                    log.info("%sthe storage answers again, after %.0f s.", prefix, failed_s)
+                    log.info("%sstorage works again after %.0f s.", prefix, failed_s)
                 return result
             self._waiting()
             time.sleep(pause_s)

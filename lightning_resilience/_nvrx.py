@@ -239,7 +239,8 @@ class RankMonitor:
             raise RuntimeError(f"ft_launcher was started without limits for {', '.join(missing)}; {_HOW_TO_CONFIGURE}")
         if missing:
             log.warning(
-                "ft_launcher was started without limits for %s, which NVRx's monitor takes for out of section; %s",
+                "ft_launcher was started without limits for %s; NVRx's rank monitor counts these as time outside of "
+                "sections; %s",
                 ", ".join(missing),
                 _HOW_TO_CONFIGURE,
             )
@@ -351,7 +352,7 @@ class SectionReporter(threading.Thread):
             self._monitor.connect()
             self._report()
         except Exception as error:
-            log.warning("NVRx's rank monitor does not watch this rank any more, the watchdog does: %s", error)
+            log.warning("NVRx's rank monitor no longer watches this rank; the watchdog does: %s", error)
         with suppress(Exception):  # the monitor may be what has gone
             self._monitor.close()
 
@@ -377,7 +378,9 @@ class SectionReporter(threading.Thread):
         self._stopping.set()
         self.join(NVRX_ANSWERS_WITHIN_S)
         if self.is_alive():
-            log.warning("NVRx's rank monitor has not answered for %g s; it is left alone.", NVRX_ANSWERS_WITHIN_S)
+            log.warning(
+                "NVRx's rank monitor has not answered for %g s; this rank stops waiting for it.", NVRX_ANSWERS_WITHIN_S
+            )
 
 
 _PROFILED_STEPS = 32
@@ -417,7 +420,7 @@ class KernelProfiler:
         if self._began is not None or self.problem is not None or self._steps <= 0 or self._seconds <= 0:
             return
         if getattr(sys.modules.get("torch.autograd.profiler"), "_is_profiler_enabled", False):
-            self.problem = "PyTorch's profiler is on, and CUPTI serves one at a time"
+            self.problem = "PyTorch's profiler is active, and CUPTI serves only one profiler at a time"
         elif self._does(self._manager.start_profiling):
             self._began = self._clock()
 
@@ -498,7 +501,7 @@ def parse_request(request: Any, reason: str) -> tuple[WorkloadAction, str]:
         if name in (nvrx_name, known):
             return known, reason if description in (None, "", "<not set>") else str(description)
     wanted = ", ".join(map(repr, _NVRX_ACTIONS.values()))
-    raise ValueError(f"{request!r} is no request to the launcher: one of {wanted}, or NVRx's, was expected.")
+    raise ValueError(f"{request!r} is not a request to the launcher: one of {wanted}, or NVRx's, was expected.")
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Output that outlives who reads it: a terminal that is closed, a pipe without a reader, a disk that is full.
+"""Output that continues without its reader: with a closed terminal, a pipe without a reader, or a full disk.
 
 A write to one of these raises wherever somebody happens to print: in a progress bar, and the training ends for it. Here
 no write raises (:func:`guard_streams`). What cannot be shown is kept in a file of the run directory

@@ -237,7 +237,7 @@ class Agreement:
         self._wake.set()
         self._watcher.join(self._STORE_PATIENCE_S)
         if self._watcher.is_alive():
-            log.warning("The agreement's watcher is stuck in a call to the store of this job and is left behind.")
+            log.warning("The agreement's watcher thread is stuck in a call to the store of this job and is abandoned.")
 
     def _wait(self, step: Callable[[], _T | None]) -> _T:
         """Repeats ``step`` after every move of the watcher until it returns something."""
@@ -365,7 +365,7 @@ class _Stores:
         until = time.monotonic() + self._timeout_s
         while not self._above.check([self._port]):
             if time.monotonic() > until:
-                raise TimeoutError("the first rank of this node has not begun")
+                raise TimeoutError("the first rank of this node has not started")
             time.sleep(0.05)
         port = int(self._above.get(self._port))
         self._here = TCPStore(ADDRESS, port, is_master=False, timeout=timedelta(seconds=self._timeout_s))

@@ -445,8 +445,8 @@ class Member:
         if not self._end_agreed:  # after that, nobody needs the store
             first_line = (str(error).splitlines() or [""])[0]
             self._fail(
-                f"rank {self._rank} lost touch with the other ranks ({type(error).__name__}: {first_line}), as happens "
-                "when the process that owns the store they share has ended or its node can't be reached"
+                f"rank {self._rank} lost contact with the other ranks ({type(error).__name__}: {first_line}); this "
+                "happens when the process that owns the shared store has ended or its node can't be reached"
             )
 
     def _raise_failure(self) -> None:
@@ -540,7 +540,7 @@ class Member:
         """The others may take as long as they like to finish while rank 0 asks whether they live."""
         since = self._since.setdefault("asked", self._clock())
         if self._clock() - since > (limit := (_ASKED_AFTER + _SILENT_FOR) * self._answer_timeout):
-            yield from self._give_up(f"nothing was heard of rank 0 for {limit:.0f} s at the end of the fit")
+            yield from self._give_up(f"rank 0 did not respond for {limit:.0f} s at the end of the fit")
 
     def _look_for_arrivals(self) -> Watching[None]:
         if (event := self._arriving) is None:
@@ -607,12 +607,12 @@ def _answers_within(answer_timeout: float, at_the_end: bool) -> float:
 
 
 def _reach(number: int, kind: str) -> str:
-    return f"reach the boundary where all act on event {number} ({kind!r})"
+    return f"reach the boundary where all ranks act on event {number} ({kind!r})"
 
 
 def _blame(ranks: Sequence[int], what: str, timeout: float) -> str:
-    who = f"ranks {_brief(ranks)} did not" if ranks else "a rank died just when all of them did"
-    return f"{who} {what} (others waited for it, at most {timeout:.0f} s)"
+    who = f"ranks {_brief(ranks)} did not" if ranks else "a rank died just when all ranks did"
+    return f"{who} {what} (the other ranks waited for at most {timeout:.0f} s)"
 
 
 def _brief(ranks: Sequence[int]) -> str:
@@ -737,8 +737,9 @@ class Relay:
                 return
             first_line = (str(error).splitlines() or [""])[0]
             yield from _post_failure(
-                f"ranks {_brief(self._ranks)} lost touch with the others ({type(error).__name__}: {first_line}), as "
-                "happens when the process that owns the store they share has ended or its node can't be reached"
+                f"ranks {_brief(self._ranks)} lost contact with the other ranks ({type(error).__name__}: "
+                f"{first_line}); this happens when the process that owns the shared store has ended or its node can't "
+                "be reached"
             )
 
     def _say(self, *message: Any) -> Watching[None]:

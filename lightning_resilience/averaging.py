@@ -59,20 +59,21 @@ def meet(place: tuple[int, int], named: Mapping[str, Any], device: torch.device,
         work.wait()
     except RuntimeError as error:
         raise RuntimeError(
-            "Not all ranks have come to the exchange: one has failed, or is later than the process group waits (30 "
-            f"minutes; DDPStrategy(timeout=...) allows more). {error}"
+            "Not all ranks have reached the exchange: one has failed, or it is later than the process group's timeout "
+            f"(30 minutes; DDPStrategy(timeout=...) allows more). {error}"
         ) from error
     largest, smallest = extremes[:3].tolist(), (-extremes[3:]).tolist()
     if largest[:2] != smallest[:2]:
         raise RanksDiffer(
-            f"Ranks that train apart meet at different places: one has begun {smallest[0]} batches and made "
-            f"{smallest[1]} steps, another one {largest[0]} and {largest[1]}. All need epochs of the same length."
+            "Ranks that train independently reached the exchange at different positions: one rank has begun "
+            f"{smallest[0]} batches and made {smallest[1]} steps, another rank {largest[0]} and {largest[1]}. "
+            "All ranks need epochs of the same length."
         )
     if largest != smallest:
         raise RanksDiffer(
-            "Ranks that train apart hold different things: an optimizer keeps nothing for parameters that have had no "
-            "gradient yet on some of them, or their learning rates differ. Have every rank use all parameters before "
-            "the first exchange, and log what a scheduler looks at with sync_dist=True."
+            "Ranks that train independently hold different states: on some ranks, an optimizer has no state for "
+            "parameters without a gradient so far, or their learning rates differ. Have every rank use all parameters "
+            "before the first exchange, and log the metrics that a scheduler monitors with sync_dist=True."
         )
 
 

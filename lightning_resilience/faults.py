@@ -222,7 +222,7 @@ class FaultInjector:
         elif self._rank == self.target_rank:
             happened = self._has_happened()
             if happened is None:
-                self._leave_out(f"{self._ledger.path} cannot be read, which says whether it has happened before")
+                self._leave_out(f"{self._ledger.path}, which records whether it has happened before, cannot be read")
             elif not happened:
                 self._is_armed = True
                 if self._fault.at_step is None:
@@ -285,7 +285,7 @@ class FaultInjector:
 
     def _leave_out(self, reason: str) -> None:
         if self._rank in (0, self.target_rank):
-            log.warning("The simulated fault %s is left out: %s.", self.fault_type, reason)
+            log.warning("The simulated fault %s is skipped: %s.", self.fault_type, reason)
 
     def _has_happened(self) -> bool | None:
         """Whether the ledger has the fault; ``None`` if it cannot be read."""
@@ -319,13 +319,13 @@ class FaultInjector:
         self._busy_from = math.inf
         self._is_armed = False
         if self.fault_type == "stuck_in_data_loader" and self._loader_is_stuck is None:
-            self._leave_out("the training data come from no torch DataLoader")
+            self._leave_out("the training data do not come from a torch DataLoader")
             return
         self._ledger.record(
             FaultInjected(fault=asdict(self._fault), fault_type=self.fault_type, step=self._step, pid=os.getpid())
         )
         if not self._has_happened():
-            self._leave_out(f"{self._ledger.path} does not take it, so it would happen again after every restart")
+            self._leave_out(f"{self._ledger.path} cannot record it, so it would happen again after every restart")
             return
         log_line(f"Simulated fault: {self.fault_type} on rank {self._rank} at step {self._step}.")
         match self.fault_type:

@@ -173,16 +173,16 @@ class Recipe:
             if self.run_dir is None or os.path.abspath(own) != os.path.abspath(self.run_dir):
                 raise ValueError(
                     f"{type(callback).__name__} has run_dir={os.fspath(own)!r}, and the recipe "
-                    f"{None if self.run_dir is None else os.fspath(self.run_dir)!r}: a run has one run directory, and "
-                    "the recipe's is enough."
+                    f"{None if self.run_dir is None else os.fspath(self.run_dir)!r}: "
+                    "a run has one run directory; give it to the recipe only."
                 )
         if self.auto_resume is None:
-            raise ValueError("A recipe needs auto_resume: without it every restart begins anew.")
+            raise ValueError("A recipe needs auto_resume: without it every restart trains from the beginning.")
         watched = self.fault_tolerance and self.fault_tolerance.section_timeouts
         if watched and watched != self.job.section_timeouts:
             raise ValueError(
                 "fault_tolerance.section_timeouts and job.section_timeouts differ: the ranks and their launcher would "
-                "judge by different limits. Leave the callback's out, or give both the same."
+                "use different limits. Omit the callback's, or give both the same."
             )
 
     @property
@@ -234,7 +234,7 @@ class Recipe:
         return logger
 
     def __str__(self) -> str:
-        where = "the launcher's, else the Trainer's" if self.run_dir is None else os.fspath(self.run_dir)
+        where = "the launcher's, otherwise the Trainer's" if self.run_dir is None else os.fspath(self.run_dir)
         lines = [f"recipe {self.name}", f"  {'run directory':{_NAME_WIDTH}}{where}"]
         for callback in self.callbacks:
             does = (inspect.getdoc(callback) or "").partition("\n")[0].replace("``", "")
@@ -417,11 +417,11 @@ def _recipe(name: str) -> Recipe:
         return RECIPES[name]()
     module, colon, function = name.partition(":")
     if not colon:
-        raise ValueError(f"{RECIPE_VARIABLE}={name!r} is not a recipe; there are: {', '.join(RECIPES)}.")
+        raise ValueError(f"{RECIPE_VARIABLE}={name!r} is not a recipe; choose one of: {', '.join(RECIPES)}.")
     try:
         make = getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError) as error:
-        raise ValueError(f"--recipe {name} cannot be had: {error}. It must be MODULE:FUNCTION.") from error
+        raise ValueError(f"--recipe {name} cannot be loaded: {error}. It must be MODULE:FUNCTION.") from error
     recipe = make()
     if not isinstance(recipe, Recipe):
         raise ValueError(f"--recipe {name} must return a Recipe, as recipes.nemo() does, not {recipe!r}.")

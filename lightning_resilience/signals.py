@@ -313,7 +313,7 @@ class SignalListener:
             if number in self.signums:
                 self._on_signal(signal.Signals(number))
         while self._raised:
-            line = f"The script's handler of {self._raised.popleft()}; the fit stops at its next boundary first."
+            line = f"The script's handler of {self._raised.popleft()}; the fit first stops at its next boundary."
             _within(_LOGS_WITHIN_S, log.warning, line)
 
     def _on_signal(self, signum: signal.Signals) -> None:

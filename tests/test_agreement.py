@@ -96,14 +96,14 @@ def test_four_processes_act_on_every_event_at_the_same_boundary(tmp_path: Path, 
     ("nodes", "scenario", "victim", "told"),
     [
         pytest.param(ONE_NODE, "a rank dies", 2, r"ranks \[2\] did not answer", marks=pytest.mark.slow),
-        (ONE_NODE, "the store's owner dies", 0, "lost touch with the other"),
+        (ONE_NODE, "the store's owner dies", 0, "lost contact with the other"),
         pytest.param(ONE_NODE, "a rank raises", 2, "rank 2 stopped: out of memory", marks=pytest.mark.slow),
         pytest.param(TWO_NODES, "a node's second rank dies", 3, r"ranks \[3\] did not answer", marks=pytest.mark.slow),
-        (TWO_NODES, "a rank dies", 2, r"ranks \[2, 3\] did not answer|rank 3 lost touch with the other"),
+        (TWO_NODES, "a rank dies", 2, r"ranks \[2, 3\] did not answer|rank 3 lost contact with the other"),
         pytest.param(TWO_NODES, "a rank raises", 2, "rank 2 stopped: out of memory", marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.slow_but_for("nodes1-the store's owner dies-0-lost touch with the other")
+@pytest.mark.slow_but_for("nodes1-the store's owner dies-0-lost contact with the other")
 def test_survivors_are_told(tmp_path: Path, nodes: list[list[int]], scenario: str, victim: int, told: str) -> None:
     reports = run_ranks(tmp_path, scenario, nodes)
     for rank in set(range(WORLD_SIZE)) - {victim}:
@@ -219,7 +219,7 @@ def test_nobody_acts_alone() -> None:
     ranks[0].request("save")
     acted = both(*(lambda rank=rank: wait_for_events(rank) for rank in ranks))
     lost = both(lambda: ranks[0].arrive(acted[0][1][0]))[0]
-    assert "ranks [1] did not reach the boundary where all act on event 0 ('save')" in str(lost)
+    assert "ranks [1] did not reach the boundary where all ranks act on event 0 ('save')" in str(lost)
     with pytest.raises(PeerLost, match=r"ranks \[1\] did not reach"):
         wait_for_events(ranks[1], start=20_000)
     for rank in ranks:
@@ -254,7 +254,7 @@ def test_closing_waits_for_a_rank_that_lives_however_long_it_takes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("gone", "told"), [(1, r"ranks \[1\] did not answer"), (0, "nothing was heard of rank 0 for 1 s at the end")]
+    ("gone", "told"), [(1, r"ranks \[1\] did not answer"), (0, "rank 0 did not respond for 1 s at the end")]
 )
 def test_closing_names_who_is_gone(gone: int, told: str) -> None:
     """Soon: half an hour, which is what a rank may take to reach a boundary, is not waited for it."""
@@ -312,7 +312,7 @@ def test_a_store_that_closes_keeps_nobody(monkeypatch: pytest.MonkeyPatch) -> No
     agreement = Agreement(0, 2, ClosingStore(), "closes", **SOON)  # type: ignore[arg-type]
     finish = agreement._member.finish
     monkeypatch.setattr(agreement._member, "finish", lambda: (finish(), finished.set()))
-    with pytest.raises(PeerLost, match=r"lost touch .*Broken pipe"):
+    with pytest.raises(PeerLost, match=r"lost contact .*Broken pipe"):
         agreement.close()
 
 

@@ -961,7 +961,7 @@ def test_who_has_answered_is_not_blamed_for_a_relay_that_is_silent() -> None:
     now[0] = 3 * ANSWER_TIMEOUT
     watches[1].pause()
     assert ranks[1]._failure is not None
-    assert "a rank died just when all of them did answer" in ranks[1]._failure
+    assert "a rank died just when all ranks did answer" in ranks[1]._failure
 
 
 def test_a_store_that_goes_after_the_agreed_end_is_not_missed() -> None:

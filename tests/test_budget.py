@@ -336,7 +336,7 @@ def test_what_advances_elsewhere_does_not_refill_the_budget_of_a_failure() -> No
         assert decision == Decision("start", 4 - attempts, 0, decision.reason)
         history.attempt(RESUMED, saved(1, 100 + attempts), BOOM, BOOM_ENDS)
     assert attempts == 4
-    assert decision.reason == f"{CLAUSE.format('4th')}; what has advanced meanwhile has not helped against it"
+    assert decision.reason == f"{CLAUSE.format('4th')}; the progress made in between has not prevented it"
 
 
 def test_the_restarts_inside_a_job_keep_to_what_the_same_failure_has_left() -> None:

@@ -203,7 +203,7 @@ GONE: dict[str, tuple[Callable[[Path], object], str | None]] = {
     "its parent is gone too": (lambda run: shutil.rmtree(run.parent), None),
     "moved with its parent": (lambda run: run.parent.rename(run.parent.with_name("archive")), "has been moved"),
     "moved and removed": (lambda run: shutil.rmtree(run.rename(run.with_name("b"))), None),
-    "its identity is not readable": (lambda run: (run / "run.json").write_text("{"), "cannot be seen here"),
+    "its identity is not readable": (lambda run: (run / "run.json").write_text("{"), "is not visible here"),
 }
 
 
@@ -235,9 +235,9 @@ def test_storage_that_is_not_mounted_is_not_gone(tmp_path: Path, node: Path) -> 
         json.dumps({**content, "above": [[dev + 1, inode] for dev, inode in content["above"]]})
     )
     shutil.rmtree(run)
-    assert "cannot be seen here" in why_kept(find_leftovers(tmp_path / "mount"), local)
+    assert "is not visible here" in why_kept(find_leftovers(tmp_path / "mount"), local)
     (local / "run.json").unlink()
-    assert "not known" in why_kept(find_leftovers(tmp_path / "mount"), local)
+    assert "is unknown" in why_kept(find_leftovers(tmp_path / "mount"), local)
 
 
 @pytest.mark.parametrize("has_its_own", [False, True], ids=["none", "a run"])
@@ -252,7 +252,7 @@ def test_another_folder_of_the_same_name_does_not_say_what_is_gone(
     if has_its_own:
         a_run(run)
     found = find_leftovers(tmp_path / "workspace")
-    assert "cannot be seen here" in why_kept(found, local)
+    assert "is not visible here" in why_kept(found, local)
 
 
 def test_a_run_that_was_put_aside_is_not_gone_though_another_is_in_its_place(tmp_path: Path, node: Path) -> None:
@@ -457,7 +457,7 @@ def test_it_asks_and_says_what_stays(tmp_path: Path, capsys: pytest.CaptureFixtu
     [question] = questions
     assert question.startswith("Remove these 4 (")
     text = capsys.readouterr().out
-    assert "may run it" in text
+    assert "may be running it" in text
     assert "Removed 0 bytes." in text
 
 

@@ -133,7 +133,7 @@ def test_who_does_not_know_the_secret_cannot_join(first: OtherNodes, capfd: pyte
     assert (told.kind, told.fields) == ("end", {"code": 1})
     line.close()
     assert first._joined == []
-    assert "it has 3 ranks, and the first node 2" in capfd.readouterr().err
+    assert "it has 3 ranks, but the first node has 2" in capfd.readouterr().err
 
 
 @pytest.mark.usefixtures("soon")
@@ -232,7 +232,7 @@ def test_who_takes_the_place_of_a_node_keeps_it(first: OtherNodes, capfd: pytest
     assert (told.kind, told.fields) == ("end", {"code": 1})
     wait_until(lambda: [each.is_lost for each in first._joined] == [True, True, False])
     assert [each.process for each in first._joined] == ["broken", "in its place", "in its place"]
-    assert "another one is node 1 now" in capfd.readouterr().err
+    assert "node 1 is another process now" in capfd.readouterr().err
     for line in lines:
         line.close()
 

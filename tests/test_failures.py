@@ -99,7 +99,7 @@ def test_what_advances_elsewhere_does_not_keep_a_failure_alive(launcher: Launche
     assert launcher.run("--in-job-restarts=1", "--job-retries=2", "script.py") == 1
     assert sum(attempts(launcher)) == 2 * 3
     last_line = launcher.stderr().splitlines()[-1]
-    assert clause(launcher, "6th") + "; what has advanced meanwhile has not helped" in last_line
+    assert clause(launcher, "6th") + "; the progress made in between has not prevented it" in last_line
 
 
 @pytest.mark.slow
@@ -385,7 +385,7 @@ def test_a_checkpoint_behind_the_last_epoch_needs_another_limit(tmp_path: Path) 
     trainer.save_checkpoint(path := tmp_path / "later.ckpt")
     fewer = L.Trainer(max_epochs=1, accelerator="cpu", enable_checkpointing=False, limit_train_batches=1, **quiet)
     error = raised_by(lambda: fewer.fit(BoringModel(), ckpt_path=path))
-    assert "from a checkpoint of epoch 2, and its Trainer ends at max_epochs=1" in str(what_to_change(error))
+    assert "from a checkpoint of epoch 2, but its Trainer ends at max_epochs=1" in str(what_to_change(error))
 
     def wraps() -> None:
         try:

@@ -429,7 +429,7 @@ def test_nothing_happens_after_the_fit(tmp_path: Path, caplog: pytest.LogCapture
     [
         (SimulatedFault(fault_type="rank_killed", rank=2, at_step=0), "there is no rank 2 among 1"),
         (SimulatedFault(fault_type="stuck_in_collective", at_step=0), "a single rank has no collectives"),
-        (SimulatedFault(fault_type="stuck_in_data_loader", at_step=0), "come from no torch DataLoader"),
+        (SimulatedFault(fault_type="stuck_in_data_loader", at_step=0), "do not come from a torch DataLoader"),
     ],
 )
 def test_what_cannot_be_simulated_is_left_out(
@@ -492,7 +492,7 @@ def test_a_ledger_that_cannot_be_read(tmp_path: Path, caplog: pytest.LogCaptureF
     one = injector(tmp_path, SimulatedFault(fault_type="exception", at_step=0))
     one.arm()
     one.at_step(0)
-    assert "cannot be read, which says whether it has happened before" in caplog.text
+    assert "which records whether it has happened before, cannot be read" in caplog.text
 
 
 def test_a_damaged_ledger_with_foreign_lines(tmp_path: Path) -> None:

@@ -133,7 +133,7 @@ def test_neither_does_a_launch_take_it_over(tmp_path: Path) -> None:
     finally:
         other.communicate(b"\n", timeout=60)
     assert refused.returncode == 1
-    assert f"Refused: process {other.pid} on this host, which no launch has started, trains in" in refused.stderr
+    assert f"Refused: process {other.pid} on this host, which no launch has started, is training in" in refused.stderr
     assert run_command(launch, timeout_s=60).returncode == 0
 
 

@@ -1080,7 +1080,7 @@ def test_ranks_that_come_back_when_the_others_have_trained(tmp_path: Path, at: s
     config["events"] = [kill, {**is_back(config["run_dir"]), "within_s": 20, **where}]
     output = gone_on(tmp_path, config, 3, "--spares=off")
     assert "could not be saved" not in output, output
-    assert "without an outcome" not in output
+    assert "without reporting an outcome" not in output
     assert "saves failed" not in output
     assert output.count("Finished: the script ended") == 1
     wanted, _ = undisturbed(tmp_path, 3, **options)

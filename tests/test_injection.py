@@ -133,7 +133,7 @@ def test_nothing_without_the_environment(monkeypatch: pytest.MonkeyPatch, packag
 def test_an_unknown_recipe_is_named(launched: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(RECIPE_VARIABLE, "neno")
     with pytest.raises(
-        ValueError, match=r"'neno' is not a recipe; there are: nemo, preemptible, workstation, elastic, drill\."
+        ValueError, match=r"'neno' is not a recipe; choose one of: nemo, preemptible, workstation, elastic, drill\."
     ):
         make_trainer()
 

@@ -175,7 +175,7 @@ def test_a_complete_generation(tmp_path):
         "Generation 1a2b3c4d of step 12: fit 0 of run 5f3c, saved by 4 ranks",
         "Layout: kind: whole, commons: 2",
     ]
-    assert lines[-1] == "Complete: all of its 6 shards are here and intact."
+    assert lines[-1] == "Complete: all of its 6 shards are present and intact."
     assert [line.split()[0] for line in lines[5:11]] == [
         "common-00-of-02", "common-01-of-02", "rank-00000", "rank-00001", "rank-00002", "rank-00003",
     ]  # fmt: skip
@@ -188,7 +188,7 @@ def test_a_generation_of_which_parts_are_elsewhere(tmp_path):
     text, good = inspect(folder)
     assert good
     assert text.splitlines()[-5:] == [
-        "Not here, or not intact: 1022 of 1026 shards. They may be on other nodes.",
+        "Missing or damaged: 1022 of 1026 shards. Missing ones may be on other nodes.",
         "  rank-00000",
         "  rank-00002 to rank-00004",
         "  rank-00007 to rank-01023",
@@ -198,7 +198,7 @@ def test_a_generation_of_which_parts_are_elsewhere(tmp_path):
 
 def test_a_generation_without_common_parts(tmp_path):
     folder = write_generation(tmp_path / "step-000000000012-1a2b3c4d", commons=(), layout={"kind": "sharded"})
-    assert inspect(folder)[0].splitlines()[-1] == "Complete: all of its 4 shards are here and intact."
+    assert inspect(folder)[0].splitlines()[-1] == "Complete: all of its 4 shards are present and intact."
 
 
 def test_a_world_that_cannot_be(tmp_path):
@@ -238,7 +238,9 @@ def test_a_stranger_in_a_generation(tmp_path, other):
     write(folder / "rank-00000.shard", **other)
     text, good = inspect(folder)
     assert not good
-    assert "it does not belong to the others" in next(row for row in text.splitlines() if row.startswith("rank-00000"))
+    assert "it does not match the other shards" in next(
+        row for row in text.splitlines() if row.startswith("rank-00000")
+    )
     assert text.count("NO: ") == 1
     assert "saved by 4 ranks" in text
     assert "run 5f3c" in text
@@ -258,7 +260,7 @@ def test_a_generation_of_which_nothing_is_intact(tmp_path):
     (folder / "rank-00000.shard").write_bytes(b"nothing")
     text, good = inspect(folder)
     assert not good
-    assert text.splitlines()[-1].startswith("What else belongs to it is not known")
+    assert text.splitlines()[-1].startswith("Its other shards are not known")
     (folder / "rank-00000.shard").unlink()
     assert inspect(folder) == (f"There is no shard of a generation in {folder}.", False)
 

@@ -219,7 +219,7 @@ def test_a_script_that_ends_well_within_a_fit_says_that_there_is_more(
     launcher.script(script.replace("    L.Trainer(", "    try: L.Trainer(") + "\n    except ValueError: pass")
     options = "--recipe=workstation", "--continue-anyway", "script.py", "2"
     assert launcher.run(*options, "2") == 0
-    assert f"Finished: {reason}; the same command goes on from there. (exit code 0)" in launcher.stderr()
+    assert f"Finished: {reason}; the same command continues from there. (exit code 0)" in launcher.stderr()
     assert launcher.run(*options, "3") == 0
     assert "Finished: the script ended. (exit code 0)" in launcher.stderr()
     [outcome] = [each.outcome for each in launcher.run_directory.fits]
@@ -334,7 +334,7 @@ def test_a_trainer_of_another_size_than_the_launch_is_not_tried_again(launcher: 
     launcher.script(f"{trainer}.fit(L.LightningModule())")
     assert launcher.run("script.py", program=REAL) == 1
     assert len(launcher.events("start")) == 1
-    assert "give launch --nproc-per-node 4 --nnodes 2, or the Trainer other numbers" in launcher.stderr()
+    assert "give launch --nproc-per-node 4 --nnodes 2, or change these numbers of the Trainer" in launcher.stderr()
 
 
 FIT = """
@@ -355,7 +355,7 @@ FIT = """
 @pytest.mark.parametrize(
     ("width", "epochs", "reason"),
     [
-        ("2", "1", "of epoch 2, and its Trainer ends at max_epochs=1: raise it"),
+        ("2", "1", "of epoch 2, but its Trainer ends at max_epochs=1: raise it"),
         pytest.param(
             "3",
             "4",
@@ -470,8 +470,8 @@ def test_a_script_that_refuses_its_arguments_is_not_run_again(launcher: Launcher
     launcher.script("import argparse; argparse.ArgumentParser().parse_args()")
     assert launcher.run("script.py", "--run-dir=elsewhere") == 1
     assert len(launcher.events("fault")) == 1
-    assert "--run-dir=elsewhere stands behind script.py" in launcher.stderr()
-    assert "sys.exit(2), which says that it was called in a wrong way" in launcher.stderr()
+    assert "--run-dir=elsewhere comes after script.py" in launcher.stderr()
+    assert "sys.exit(2), which means that it was called with wrong arguments" in launcher.stderr()
 
 
 @pytest.mark.slow
@@ -571,7 +571,7 @@ def test_an_earlier_attempt_has_no_word(launcher: Launcher) -> None:
 def test_an_end_without_an_outcome_is_a_failure(launcher: Launcher) -> None:
     launcher.script("os._exit(0)")
     assert launcher.run("--in-job-restarts=0", "--job-retries=0", "script.py") == 1
-    assert "without an outcome" in launcher.stderr()
+    assert "without reporting an outcome" in launcher.stderr()
 
 
 @pytest.mark.slow
@@ -617,7 +617,7 @@ def test_a_finished_run_is_not_taken_for_one_with_other_arguments(launcher: Laun
     finished = launcher.run_directory.outcome
     for arguments in (["--lr", "0.2", "--max_steps=4"], ["--lr", "0.1", "--max_steps=3"]):
         assert launcher.run("script.py", *arguments) == 1
-        assert "--fresh for a new run beside it; --continue-anyway" in launcher.stderr()
+        assert "--fresh for a new run beside the old one; --continue-anyway" in launcher.stderr()
     assert "has finished with other arguments: --max_steps 4 -> 3" in launcher.stderr()
     assert launcher.run_directory.outcome == finished, "it has taken nothing away"
     assert launcher.run("script.py", "--max_steps=4", "--lr=.10") == 0, "the same, in other words"
@@ -629,9 +629,9 @@ def test_a_finished_run_is_not_taken_for_one_with_other_arguments(launcher: Laun
     assert launcher.run("--fresh", "script.py", "--lr", "0.3") == 0
     assert launcher.run("script.py", "--lr", "0.3") == 0
     assert "run-2 has finished already" in launcher.stderr()
-    assert f"{launcher.run_directory.path} goes on in " in launcher.stderr(), "not where the command says"
+    assert f"{launcher.run_directory.path} continues in " in launcher.stderr(), "not where the command says"
     assert launcher.run("--fresh", "script.py", "--lr", "0.4") == 0
-    assert "goes on in" not in launcher.stderr()
+    assert "continues in" not in launcher.stderr()
     assert launcher.run("script.py", "--lr", "0.4") == 0
     assert "run-3 has finished already" in launcher.stderr()
     assert launcher.run("--retries-in-new-job", "--continue-anyway", "script.py", "--lr", "0.5") == 0
@@ -835,12 +835,12 @@ def test_a_run_directory_that_cannot_be_made_is_refused(launcher: Launcher) -> N
     launcher.script("")
     launcher.run_directory.path.write_text("a file")
     assert launcher.run() == 2
-    assert "is a file, and must be a directory" in launcher.stderr()
+    assert "is a file; it must be a directory" in launcher.stderr()
     launcher.run_directory.path.unlink()
     (launcher.folder / "file").touch()
     launcher.run_directory = RunDirectory(launcher.folder / "file" / "run")
     assert launcher.run() == 2
-    assert "file, which is a file, and must be a directory" in launcher.stderr()
+    assert "file, which is a file; it must be a directory" in launcher.stderr()
     (launcher.folder / "loop").symlink_to("loop")
     launcher.run_directory = RunDirectory(launcher.folder / "loop" / "run")
     assert launcher.run() == 1
@@ -895,7 +895,10 @@ def test_a_folder_of_runs_is_none_and_they_are_named(launcher: Launcher) -> None
     command = [sys.executable, "-m", "lightning_resilience.launch.cli", "report"]
     for folder in (runs, launcher.folder):
         done = subprocess.run([*command, str(folder)], capture_output=True, text=True, timeout=60, check=False)
-        assert f"{folder} is no run directory: there is no ledger in it; these are: {runs / 'one'}" in done.stderr
+        assert (
+            f"{folder} is not a run directory: it contains no ledger; run directories below it: {runs / 'one'}"
+            in done.stderr
+        )
         assert "Traceback" not in done.stderr
     done = subprocess.run([*command, str(runs / "waits")], capture_output=True, text=True, timeout=60, check=True)
     assert "no run has been started here" in done.stdout
@@ -928,26 +931,26 @@ def test_whoever_reads_a_report_may_stop_at_any_line(launcher: Launcher) -> None
         (["--nnodes=2", "--rdzv-endpoint=:29500", "script.py"], "is not HOST:PORT"),
         (["--nnodes=2:10", "script.py"], "several nodes need --rdzv-endpoint"),
         (["--grace-period=inf", "script.py"], "not a number of seconds"),
-        (["--run-dir=s3://bucket/run", "script.py"], "s3://bucket/run is no folder on a mounted file system"),
-        (["--run-dir=~/script.py", "script.py"], "script.py is a file, and must be a directory, or not there yet"),
-        (["--local-dir=~/script.py/local", "script.py"], "script.py, which is a file, and must be a directory"),
-        (["--node-rank=1", "script.py"], "--node-rank 1 is that of one of several nodes: give --nnodes, too"),
+        (["--run-dir=s3://bucket/run", "script.py"], "s3://bucket/run is not a folder on a mounted file system"),
+        (["--run-dir=~/script.py", "script.py"], "script.py is a file; it must be a directory or not exist yet"),
+        (["--local-dir=~/script.py/local", "script.py"], "script.py, which is a file; it must be a directory"),
+        (["--node-rank=1", "script.py"], "--node-rank 1 is for a run on several nodes: also give --nnodes"),
         (["--job-retries=-1", "script.py"], "not a number of at least 0"),
         (["--grace-period=soon", "script.py"], "not a number of seconds"),
         (["--section-timeouts=stpe:9", "script.py"], "There is no section 'stpe'"),
         (["--section-timeouts=step:0", "script.py"], "step must be a positive number of seconds"),
         (["--out-of-section-timeout=soon", "script.py"], "out_of_section must be seconds, or none, not 'soon'"),
         (["--section-timeouts=out_of_section:9", "--out-of-section-timeout=8", "script.py"], "two timeouts for"),
-        (["--recipe=unknown", "script.py"], "there is no recipe unknown; there are nemo,"),
+        (["--recipe=unknown", "script.py"], "there is no recipe unknown; choose one of nemo,"),
         (["scirpt.py"], "there is no script scirpt.py; did you mean script.py?"),
-        (["train.sh"], "train.sh is no Python script but one of a shell"),
-        (["train"], "train is no Python script but one of a shell"),
+        (["train.sh"], "train.sh is a shell script, not a Python script"),
+        (["train"], "train is a shell script, not a Python script"),
         (["/usr/bin/python3", "script.py"], "leave /usr/bin/python3 out: launch itself starts the script"),
         (["-m", "scirpt"], "there is no module scirpt, seen from"),
         (["-m", "scirpt"], "did you mean script?"),
         (["-m", "script.py"], "is a script: leave -m out"),
         (["-m", "lightning_resilience.checkpoint"], "it is a package without a __main__.py"),
-        (["--fresh", "--retries-in-new-job", "script.py"], "--fresh is for a start by hand on one node"),
+        (["--fresh", "--retries-in-new-job", "script.py"], "--fresh is for a manual start on one node"),
         ([], "required: SCRIPT"),
         (["--grace-perod=5", "script.py"], "there is no option --grace-perod; did you mean --grace-period?"),
         (["--frobnicate", "5", "script.py"], "there is no option --frobnicate\n"),
@@ -956,7 +959,7 @@ def test_whoever_reads_a_report_may_stop_at_any_line(launcher: Launcher) -> None
         (["--on-event=no-such-program", "script.py"], "--on-event: there is no program no-such-program"),
         (
             ["--prometheus=run.txt", "script.py"],
-            "--prometheus: 'run.txt' is neither a file that ends in .prom",
+            "--prometheus: 'run.txt' is neither a file for node_exporter, which ends in .prom",
         ),
     ],
 )
@@ -1152,6 +1155,6 @@ def test_storage_that_fails_while_the_workers_run_ends_none_of_them(
 
     assert not launch._ask(fails, "abc")
     assert not launch._ask(fails, "abc")
-    assert [each for each in lines if "The workers go on." in each] == lines != []
+    assert [each for each in lines if "The workers keep running." in each] == lines != []
     assert len(lines) == 1
     assert launch._ask(lambda run_id: True, "abc")

@@ -570,13 +570,13 @@ def test_a_report_says_what_it_could_not_read(tmp_path: Path) -> None:
     path = tmp_path / "ledger.jsonl"
     path.write_text('no JSON\n\n{"event": "of a later version"\n')
     assert report(tmp_path).endswith(
-        "2 lines of the ledger are no events (torn by a kill, damaged, or of another version) and left out here."
+        "2 lines of the ledger are not events (torn by a kill, damaged, or of another version) and ignored here."
     )
     path.write_text('{"event": "start", "time": 1.0}\n\n{"event": "sav')
     assert "no event" not in report(tmp_path), "what is being written is none that was left out"
     with open(path, "a") as file:
         file.write('\n{"event": "saved", "time": 2.0, "step": 1}\n')
-    assert "1 line of the ledger is no event" in report(tmp_path)
+    assert "1 line of the ledger is not an event" in report(tmp_path)
     assert json.loads(report(tmp_path, as_json=True))["skipped_lines"] == 1
 
 
@@ -638,7 +638,7 @@ def test_a_folder_of_runs_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixtur
     with pytest.raises(SystemExit) as ended:
         main([action, str(tmp_path / "runs")])
     assert ended.value.code == 2
-    assert f"there is no ledger in it; these are: {tmp_path / 'runs' / 'gpt'}" in capsys.readouterr().err
+    assert f"it contains no ledger; run directories below it: {tmp_path / 'runs' / 'gpt'}" in capsys.readouterr().err
 
 
 def test_nothing_to_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

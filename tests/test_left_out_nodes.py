@@ -105,7 +105,7 @@ def test_a_spare_takes_the_place_of_a_node_that_is_left_out(nodes: Nodes) -> Non
 def test_the_run_goes_on_with_fewer_nodes_where_that_is_allowed(nodes: Nodes) -> None:
     nodes.start("first", "--nnodes=1:2", "--node-rank=0")
     nodes.start("slow", "--nnodes=1:2", "--node-rank=1", rank=1)
-    nodes.wait_for("first", "Excluding node slow: the run goes on with fewer nodes.")
+    nodes.wait_for("first", "Excluding node slow: the run continues with fewer nodes.")
     wait_until(lambda: nodes.ran().count("first") == 2)
     decision = Board(nodes.launcher.run_directory.path / "decision.json", "").read()
     assert decision is not None
@@ -150,7 +150,7 @@ DECISION = Plan("owner", "run", 3, 0, nnodes="2:4", node="n0", spares=[])
         ({}, ["n1"], 2, "it needs 2 nodes"),
         ({"spares": ["s0"]}, ["n1"], 2, None),
         ({"spares": ["s0"]}, ["n1", "n2"], 3, "more than half"),
-        ({}, ["n0"], 4, "at the first node, n0"),
+        ({}, ["n0"], 4, "connect to the first node, n0"),
         ({"nnodes": "4"}, ["n3"], 4, "it needs 4 nodes"),
         ({"nnodes": "4", "ends_for_new_job": True}, ["n0"], 4, None),
         ({"run_id": "an earlier one"}, ["n1"], 2, None),
@@ -209,7 +209,7 @@ def test_a_spare_is_no_node_of_its_own(tmp_path: Path, capsys: pytest.CaptureFix
     for wrong in (["--spare"], ["--spare", "--nnodes=2", "--node-rank=1", "--rdzv-endpoint=127.0.0.1:1"]):
         with pytest.raises(SystemExit):
             launch_settings([*wrong, script])
-        assert "--spare is for one more node" in capsys.readouterr().err
+        assert "--spare is for a node in addition" in capsys.readouterr().err
 
 
 # A fit on as many nodes as there are. At the fifth step the slow node leaves.

@@ -42,7 +42,7 @@ def alive(run: Path, **fields: Any) -> None:
 
 
 def test_states(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that were active last come first."""
+    """Most recently active runs come first."""
     now = time.time()
     exit_of = {name: LaunchExit(time=130, status=name, exit_code=1, reason="") for name in ("failed", "interrupted")}
     begin = [launch(100, 101), job(102), spent(105, 115, 120)]

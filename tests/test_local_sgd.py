@@ -340,7 +340,7 @@ def test_ranks_whose_epochs_end_at_other_steps_do_not_mix_them(
 ) -> None:
     run_ranks(train_unevenly, tmp_path, free_port(), epochs, count, validates)
     said = [(tmp_path / f"rank-{rank}").read_text() for rank in range(2)]
-    assert any("All need epochs of the same length" in each for each in said), said
+    assert any("All ranks need epochs of the same length" in each for each in said), said
 
 
 def group_of_2(rank: int, port: int) -> torch.device:
@@ -405,10 +405,10 @@ def come_together(rank: int, folder: Path, port: int) -> None:
     meet((4, 4), {"weight": torch.ones(2), "rate": 0.1}, host, waiting)
     assert long.exists()
     for place, named, says in [
-        ((4 + rank, 4), {}, "one has begun 4 batches and made 4 steps, another one 5 and 4"),
+        ((4 + rank, 4), {}, "one rank has begun 4 batches and made 4 steps, another rank 5 and 4"),
         ((4, 4), {"weight": torch.ones(2 + rank)}, "Have every rank use all parameters before the first exchange"),
-        ((4, 4), {f"weight {rank}": torch.ones(2)}, "hold different things"),
-        ((4, 4), {"weight": torch.ones(2, dtype=[torch.half, torch.float][rank])}, "hold different things"),
+        ((4, 4), {f"weight {rank}": torch.ones(2)}, "hold different states"),
+        ((4, 4), {"weight": torch.ones(2, dtype=[torch.half, torch.float][rank])}, "hold different states"),
         ((4, 4), {"rate": 0.1 + 0.1 * rank}, "their learning rates differ"),
     ]:
         with pytest.raises(RanksDiffer, match=says):

@@ -207,7 +207,7 @@ def test_a_disk_that_is_full_leaves_the_file_as_it_was(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ["run.txt", "host:99x", "metrics/", ":"])
 def test_what_is_neither_a_file_nor_an_endpoint_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match=r"neither a file that ends in \.prom"):
+    with pytest.raises(ValueError, match=r"neither a file for node_exporter, which ends in \.prom"):
         prometheus.checked_target(text)
 
 

@@ -95,7 +95,7 @@ def test_a_trainer_that_ends_before_the_checkpoint_says_so_and_keeps_it(tmp_path
 
     run.die(ours(), step=35, max_epochs=3)
     for most in (1, 1.0, np.int64(1)):
-        with pytest.raises(AnotherFit, match=f"of epoch 2, and its Trainer ends at max_epochs={most}: raise it, or "):
+        with pytest.raises(AnotherFit, match=f"of epoch 2, but its Trainer ends at max_epochs={most}: raise it, or "):
             run.fit(ours(), max_epochs=most)
     ends_well(run, ours(), max_epochs=3)
     assert run.resumes == [(tier, 33)] * 4

@@ -43,7 +43,7 @@ RUN: list[dict[str, Any]] = [
     *({"event": "quarantined", "time": 18.0, "rank": rank, "path": "a.ckpt", "reason": "torn"} for rank in (0, 1)),
     {**LOST, "time": 20.0, "rank": 0},
     {**FAULT, "time": 20.1, "rank": 1, "reason": "rank 1 was killed by SIGKILL", "step": 30, "fit": 0},
-    {"event": "left_out", "time": 21.0, "excluded": ["n2"], "reason": "the run goes on with fewer nodes"},
+    {"event": "left_out", "time": 21.0, "excluded": ["n2"], "reason": "the run continues with fewer nodes"},
     {**START, "time": 25.0, "restart_count": 1, "verified_step": 20},
     {"event": "resumed", "time": 26.0, "fit": 0, "step": 20},
     {"event": "exit", "time": 40.0, "status": "finished", "exit_code": 0, "reason": "the script ended"},

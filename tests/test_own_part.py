@@ -162,7 +162,7 @@ def test_what_no_rank_of_this_fit_has_written_is_refused(tmp_path: Path) -> None
         (good[:40], "truncated"),
         (good[:-1], "does not fit"),
         (good + b"\0", "does not fit"),
-        (b"\x80\x05" + good[2:], "no own part"),  # a pickle
+        (b"\x80\x05" + good[2:], "not a rank's own part"),  # a pickle
         (good[:12] + b"\7" + good[13:], "another version"),
         (good[:19] + b"\xff" + good[20:], "does not fit"),  # a state of 4 GB
         (good[:60] + b"\1" + good[61:], "damaged"),

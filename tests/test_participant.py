@@ -142,7 +142,7 @@ def test_output_is_put_back_before_the_handlers_of_signals(fails: bool) -> None:
     ("error", "is_lost"),
     [
         (RuntimeError("[pair.cc:534] Connection closed by peer [127.0.1.1]:4242"), True),
-        (PeerLost("rank 0 lost touch with the other ranks"), True),
+        (PeerLost("rank 0 lost contact with the other ranks"), True),
         (ConnectionResetError(104, "Connection reset by peer"), False),  # of object storage, say
         (RuntimeError("boom"), False),
     ],

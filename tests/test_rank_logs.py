@@ -312,7 +312,7 @@ def test_a_log_is_chosen(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> N
         show_logs(tmp_path, **options)  # type: ignore[arg-type]
         out, err = capfd.readouterr()
         assert out == expected
-        assert "there are ranks 0, 1, 3 and attempts 1, 2" in err
+        assert "see also ranks 0, 1, 3 and attempts 1, 2" in err
     with pytest.raises(NoLog, match="rank 2 has no log"):
         show_logs(tmp_path, rank=2)
     with pytest.raises(NoLog, match="no log of attempt 3"):

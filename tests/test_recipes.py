@@ -289,7 +289,7 @@ def test_ranks_are_replaced_on_any_number_of_nodes(
         assert (settings.elastic, settings.when_lost, settings.nnodes) == (True, when_lost, expected)
     with pytest.raises(SystemExit):
         launch_settings([*given, "--when-lost=hold", "--nnodes=1:2", "--rdzv-endpoint=host:1", str(script)])
-    assert "--nnodes 1:2 goes on without lost nodes" in capsys.readouterr().err
+    assert "--nnodes 1:2 continues without lost nodes" in capsys.readouterr().err
 
 
 def test_as_many_nodes_as_there_may_be_begin_and_as_many_as_there_must_be_go_on(tmp_path: Path) -> None:
@@ -311,7 +311,7 @@ def test_as_many_nodes_as_there_may_be_begin_and_as_many_as_there_must_be_go_on(
         (["--elastic", "--min-ranks=2"], "needs --when-lost go-on"),
         (
             ["--elastic", "--when-lost=go-on", "--min-ranks=3", "--nproc-per-node=2"],
-            "3 is more than the 2 that there are",
+            "3 is more than the number of ranks, 2",
         ),
     ],
 )

@@ -114,12 +114,12 @@ def test_a_percent_sign_in_the_path_is_no_pattern_of_slurms(tmp_path: Path) -> N
         ({"preempt_time_s": 70000}, "must be 20 to 65535"),
         ({"grace_period_s": 51.0}, "use --preempt-time 61"),
         ({"time": "2:00"}, "no time to train"),
-        ({"sbatch": ["-t9:00:00"]}, "given by this command itself"),
+        ({"sbatch": ["-t9:00:00"]}, "set by this command"),
         ({"time": "five"}, "hours:minutes:seconds"),
-        ({"sbatch": ["--signal=B:USR1@30"]}, "given by this command itself"),
-        ({"sbatch": ["--no-requeue"]}, "given by this command itself"),
-        ({"sbatch": ["-N4"]}, "given by this command itself"),
-        ({"sbatch": ["qos=high"]}, "is no option"),
+        ({"sbatch": ["--signal=B:USR1@30"]}, "set by this command"),
+        ({"sbatch": ["--no-requeue"]}, "set by this command"),
+        ({"sbatch": ["-N4"]}, "set by this command"),
+        ({"sbatch": ["qos=high"]}, "is not an option"),
         ({"job_name": 'a"b'}, "#SBATCH line"),
         ({"job_name": "a\\b"}, "#SBATCH line"),
         ({"run_dir": Path("/runs/a\n#SBATCH -N9")}, "#SBATCH line"),
@@ -164,7 +164,7 @@ def test_the_script_is_submitted_or_it_is_said_why_not(
     with pytest.raises(SystemExit) as refusal:
         cli.main(submit)
     assert refusal.value.code == 1
-    assert "there is no sbatch here" in capsys.readouterr().err
+    assert "sbatch was not found" in capsys.readouterr().err
     (tmp_path / "bin" / "sbatch").write_text(SBATCH)
     (tmp_path / "bin" / "sbatch").chmod(0o755)
     cli.main(submit)
@@ -783,7 +783,7 @@ def test_a_job_that_cannot_be_requeued_says_what_to_do(batch: Batch, monkeypatch
     assert step._requeue(End("preempted", "requeue", 1, "told to"), [], []) == 75
     [end] = read_ledger(batch.ledger.path)
     assert end["then"] == "end"
-    assert end["reason"] == "the job could not be requeued (Access denied); submit it again, and it goes on"
+    assert end["reason"] == "the job could not be requeued (Access denied); submit it again to continue the run"
 
 
 def test_an_exclusion_that_slurm_refuses_is_recorded(batch: Batch, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -927,7 +927,7 @@ def test_other_options_of_sbatch_are_quoted(tmp_path: Path, option: str, line: s
 
 @pytest.mark.parametrize("option", ["-oout.txt", "--sig=USR1@9", "--time=1", "-t1", "--node=4"])
 def test_what_is_ours_in_another_spelling_is_refused(tmp_path: Path, option: str) -> None:
-    with pytest.raises(ValueError, match="is given by this command itself"):
+    with pytest.raises(ValueError, match="is set by this command"):
         render(tmp_path, sbatch=[option])
 
 
@@ -948,8 +948,8 @@ def test_two_jobs_in_one_run_directory_are_one_too_many(batch: Batch, state: str
     batch.ledger.record("slice_start", slurm_job_id="16", restart_count=0, node_list=["n1"])
     code, said = batch.run(exits(0))
     assert code == 1
-    assert "job 16 is at work in" in said
-    assert "job 16 is at work in" in batch.comments()[-1]
+    assert "job 16 is already running in" in said
+    assert "job 16 is already running in" in batch.comments()[-1]
     assert len(read_history(batch.ledger.path).allocations) == 1
     batch.ledger.record("slice_end", how="preempted", then="requeue", reason="told to")
     assert batch.run(exits(0))[0] == 0
@@ -1074,7 +1074,7 @@ def test_the_state_of_a_job_is_what_slurm_says_as_long_as_it_knows_it(
         lines = status.status(tmp_path).splitlines()
         assert f"Now       {shown}" in lines
     assert "n1..n4 (4)" in lines[3]
-    assert lines[-1].startswith("Last word told to xxx")
+    assert lines[-1].startswith("Last end  told to xxx")
     assert len(lines[-1]) <= 120
 
 
@@ -1101,7 +1101,7 @@ def test_the_table_says_what_has_followed_each_slice(tmp_path: Path) -> None:
         ["interrupted", "-"],
     ]
     assert rows[3][2] == "-"
-    assert lines[-1] == "Last word the last"
+    assert lines[-1] == "Last end  the last"
 
 
 def test_a_launch_at_work_is_told_from_one_that_is_lost(tmp_path: Path) -> None:

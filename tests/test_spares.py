@@ -639,5 +639,5 @@ def test_real_ranks_killed_with_spares_train_the_same_weights(launcher: Launcher
     assert launch.wait(200) == 0, launcher.stderr()
     assert result(config) == undisturbed(launcher.folder, **options)[0]
     logs = "".join(path.read_text() for path in (launcher.run_directory.path / "logs").glob("launcher-*.log"))
-    assert logs.count("takes its place") == 2 * len(events)
+    assert logs.count("replaces it") == 2 * len(events)
     assert [event["restart_count"] for event in launcher.events("start")] == list(range(len(events) + 1))

@@ -90,13 +90,13 @@ def test_one_rank_cannot_read_for_a_while(tmp_path: Path) -> None:
 
     ranks = Ranks(apart, tmp_path / "run")
     deadline = time.monotonic() + 60
-    while "trying again for" not in ranks.text()[len(text) :]:
+    while "retrying for" not in ranks.text()[len(text) :]:
         assert time.monotonic() < deadline, ranks.text()
         time.sleep(0.02)
     os.symlink(here / "fit-000" / "checkpoints", there / "mended")
     os.replace(there / "mended", there / "fit-000" / "checkpoints")
     assert ranks.wait() == [0, 0], ranks.text()
-    assert "the storage answers again" in ranks.text()
+    assert "storage works again" in ranks.text()
     assert "Resuming from step 20" in ranks.text()
     assert result(config) == undisturbed(tmp_path, **options)[0]
 

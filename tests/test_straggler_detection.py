@@ -709,7 +709,7 @@ def test_those_that_are_not_new_count_for_what_most_ranks_are(
 @pytest.mark.parametrize(
     ("nodes", "cause", "why"),
     [
-        (1, "compute", "there is no other node to go on with"),
+        (1, "compute", "there is no other node to continue with"),
         (2, "callbacks", "the callbacks that make it slow would take as long on any other node"),
         (2, "compute", None),
     ],
@@ -1088,7 +1088,7 @@ def test_it_is_said_where_no_kernel_is_seen(
             assert caplog.text.count("CUPTI reports no kernels of rank 0") == lines
 
 
-@pytest.mark.parametrize("what", ["PyTorch's profiler is on", "CUPTI_ERROR_MULTIPLE_SUBSCRIBERS"])
+@pytest.mark.parametrize("what", ["PyTorch's profiler is active", "CUPTI_ERROR_MULTIPLE_SUBSCRIBERS"])
 def test_a_run_goes_on_where_kernels_are_profiled_no_more(
     what: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -83,7 +83,7 @@ def test_a_launch_on_another_host_is_refused_as_long_as_the_first_lives(launcher
     launcher.wait_for("ready")
     assert launcher.run(program=ELSEWHERE) == 1
     assert f"Refused: process {first.pid} on host {os.uname().nodename} runs" in launcher.stderr()
-    assert "its record moves; wait for it" in launcher.stderr()
+    assert "its record is still being updated; wait for it" in launcher.stderr()
     assert len(launcher.events("launch")) == len(launcher.events("start")) == 1
     assert not launcher.events("launcher_killed")
 
@@ -177,7 +177,7 @@ def test_nodes_of_another_job_do_not_join(launcher: Launcher) -> None:
     ]
     assert [node.wait(PATIENCE_S) for node in second] == [1, 1]
     assert "Refused: process" in launcher.stderr(2)
-    assert "Refused: other nodes, which meet at 127.0.0.1:1 and not at 127.0.0.1:2, run" in launcher.stderr(3)
+    assert "Refused: other nodes, with rendezvous 127.0.0.1:1 instead of 127.0.0.1:2, run" in launcher.stderr(3)
     (launcher.folder / "end").touch()
     assert [node.wait(PATIENCE_S) for node in first] == [0, 0], launcher.stderr(0) + launcher.stderr(1)
     assert len(launcher.events("start")) == len(launcher.events("job_start")) == 1

@@ -142,11 +142,13 @@ class FaultTolerancePlugin(run.Plugin):  # type: ignore[misc]  # NeMo-Run has no
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must be at least 0, not {getattr(self, name)}.")
         if self.recipe not in JOBS and not all(self.recipe.partition(":")):
-            raise ValueError(f"recipe={self.recipe!r} is none; there are {', '.join(JOBS)}, and MODULE:FUNCTION.")
+            raise ValueError(
+                f"recipe={self.recipe!r} is not a recipe; choose one of {', '.join(JOBS)}, or give MODULE:FUNCTION."
+            )
         if not self.enable_ft_package:
             raise ValueError(
-                "enable_ft_package=False: hangs are looked for by the recipe's FaultTolerance. For a run without it "
-                "give recipe='MODULE:FUNCTION', which returns replace(recipes.nemo(), fault_tolerance=None)."
+                "enable_ft_package=False: the recipe's FaultTolerance detects hangs. For a run without it give "
+                "recipe='MODULE:FUNCTION', which returns replace(recipes.nemo(), fault_tolerance=None)."
             )
         if self.section_timeouts is None:
             self._timeouts = SectionTimeouts(self.initial_rank_heartbeat_timeout, self.rank_heartbeat_timeout)

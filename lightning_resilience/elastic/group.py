@@ -188,7 +188,7 @@ class DefaultGroup:
             groups: Those that are made anew when the fit is entered again.
         """
         if not self._is_installed:
-            return "lightning-resilience is not installed, but only found on the path: no Trainer() tells it of itself"
+            return "lightning-resilience is not installed but only on the path, so no Trainer() loads its callbacks"
         if not self.is_known:
             return "the script has opened the process group itself"
         others = set(dist.distributed_c10d._world.pg_map) - {dist.group.WORLD}

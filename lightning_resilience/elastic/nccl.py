@@ -1,4 +1,4 @@
-"""What torch's part of NCCL is told in the ranks of ``launch --elastic``, so that they outlive a collective that fails.
+"""Settings of torch's NCCL in the ranks of ``launch --elastic``, so that they outlive a collective that fails.
 
 By default it ends a process in which a collective has failed or timed out, since what the device computes from then on
 is arbitrary. Here the process is to stay: it leaves its fit, and everything is restored from a checkpoint. What is in
@@ -40,9 +40,9 @@ def why_not(environment: Mapping[str, str]) -> str | None:
     handling = environment.get(_HANDLING, environment.get("NCCL_ASYNC_ERROR_HANDLING"))
     if handling != "0":
         found = "not set" if handling is None else handling
-        return f"{_HANDLING} is {found}, not 0: torch would end the ranks that are left"
+        return f"{_HANDLING} is {found}, not 0: torch would end the remaining ranks"
     is_on = environment.get("TORCH_NCCL_DESYNC_DEBUG", "0").lower() in ("1", "y", "yes", "t", "true")
     if is_on or environment.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL":
         name = "TORCH_NCCL_DESYNC_DEBUG" if is_on else "TORCH_DISTRIBUTED_DEBUG=DETAIL"
-        return f"with {name} torch would end the ranks that are left"
+        return f"with {name} torch would end the remaining ranks"
     return None

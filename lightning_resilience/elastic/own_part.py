@@ -227,13 +227,13 @@ def read_own_parts(path: Path, token: str) -> list[OwnPart]:
     with open(fd, "rb", buffering=0) as file:
         about = os.fstat(fd)
         if not stat.S_ISREG(about.st_mode) or about.st_uid != os.getuid() or about.st_mode & 0o077:
-            raise ForeignFile(f"{path} is no file that only this user may write")
+            raise ForeignFile(f"{path} is not a file that only this user may write")
         header = file.read(_HEADER.size) or b""
         if len(header) != _HEADER.size:
             raise ForeignFile(f"{path} is truncated")
         magic, version, torch_size, content, owner = _HEADER.unpack(header)
         if magic != _MAGIC or version != _FORMAT or any(header[_HEADER.size - 24 :]):
-            raise ForeignFile(f"{path} is no own part of a rank, of another version, or damaged")
+            raise ForeignFile(f"{path} is not a rank's own part, is of another version, or is damaged")
         if owner != _digest_of(token):
             raise ForeignFile(f"{path} is of another start of the fit")
         slot_size = _slot_size(torch_size, content)

@@ -1,4 +1,4 @@
-"""What the loggers of rank 0 have not written to their files yet, kept in node memory, where it survives the process.
+"""Rows that rank 0's loggers have not written to their files yet, kept in node memory to survive the process.
 
 Whoever gives rows to a logger itself, a callback of the script's or Lightning's ``LearningRateMonitor``, leaves them in
 the memory of the process until the logger writes them: up to 100 steps, or two minutes. So each row that is still there

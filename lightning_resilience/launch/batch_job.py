@@ -148,12 +148,12 @@ class BatchJob:
         try:
             return self._run()
         except OSError as error:
-            return self._without_ledger(f"this allocation cannot go on: {error}")
+            return self._without_ledger(f"this allocation cannot continue: {error}")
 
     def _run(self) -> int:
         before = list(self._history.now().allocations)
         if (other := self._other_job(before)) is not None:
-            refusal = f"job {other} is at work in {self._ledger.path.parent}; cancel one of the two"
+            refusal = f"job {other} is already running in {self._ledger.path.parent}; cancel one of the two jobs"
             log_line(f"Refused: {refusal}.")  # not recorded: the allocation in the ledger is the other job's
             self._comment.show(refusal, now=True)
             return 1
@@ -232,7 +232,7 @@ class BatchJob:
         if not exits:
             if refusals := [event for event in events if isinstance(event, RunRefused)]:
                 return End("refused", "end", 1, str(refusals[-1].reason))
-            reason = f"the launch was lost, and has recorded nothing (its step ended with {exit_code})"
+            reason = f"the launch was lost and has recorded nothing (its job step ended with exit code {exit_code})"
             return End("launch lost", "requeue", 1, reason)
         reason, recorded = str(exits[-1].reason), exits[-1].exit_code
         if recorded is None:
@@ -259,14 +259,14 @@ class BatchJob:
         """Does what follows, and returns the exit code of the job, unless the scheduler ends this process before."""
         allocations = self._history.now().allocations
         if not allocations:
-            raise OSError(f"{self._ledger.path} has lost what was in it")
+            raise OSError(f"{self._ledger.path} has lost its content")
         last = allocations[-1]
         before = excluded = last.excluded  # the allocation goes on with the ledger
         if end.then == "requeue":
             job_chain = current_job_chain(allocations)
             stop = why_it_must_end(job_chain, self.scheduler.restart_count, self.max_requeues)
             if stop is not None:
-                end = End(end.how, "end", 1, f"{stop}; the last one: {end.reason}")
+                end = End(end.how, "end", 1, f"{stop}; the last allocation: {end.reason}")
             elif last.suspects:
                 excluded = nodes_to_exclude(last, self._count_usable_nodes(excluded))
         if end.then == "end":
@@ -302,7 +302,7 @@ class BatchJob:
             if (refusal := self.scheduler.requeue()) is None:
                 break
             if time.monotonic() > deadline:
-                reason = f"the job could not be requeued ({refusal}); submit it again, and it goes on"
+                reason = f"the job could not be requeued ({refusal}); submit it again to continue the run"
                 return self._end(End(end.how, "end", exit_codes.INTERRUPTED, reason))
             # The SIGTERM that takes the job back may have ended the scheduler's command, too.
             self._wait_for_term(min(deadline, time.monotonic() + REQUEUE_EVERY_S))
@@ -357,13 +357,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--run-dir", type=Path, required=True, help="as launch's")
     parser.add_argument("--max-requeues", type=int, default=100, help="how often the job may be requeued")
     parser.add_argument(
-        "--lead", type=float, default=float(PREEMPT_TIME_S), help="seconds from SIGTERM to the time limit, at least"
+        "--lead",
+        type=float,
+        default=float(PREEMPT_TIME_S),
+        help="minimum number of seconds from SIGTERM to the time limit",
     )
     parser.add_argument("launch", nargs=argparse.REMAINDER, metavar="-- ...", help="the arguments of launch")
     options = parser.parse_args(arguments)
     scheduler = current_scheduler()
     if scheduler.job_id is None:
-        parser.error("this is no batch job; submit the script that lightning-resilience slurm makes")
+        parser.error("this is not a batch job; submit the script that lightning-resilience slurm makes")
     launch = options.launch[1:] if options.launch[:1] == ["--"] else options.launch
     job = BatchJob(
         scheduler, options.run_dir, [f"--run-dir={options.run_dir}", *launch], options.max_requeues, options.lead

@@ -83,7 +83,7 @@ class Budget:
         tries = (self.in_job_restarts + 1) * (self.job_retries + 1)
         tried = counts.tries[counts.last] if counts.last is not None else 0
         if tried >= tries:
-            reason = f"{counts.recurrence}; what has advanced meanwhile has not helped against it"
+            reason = f"{counts.recurrence}; the progress made in between has not prevented it"
             return Decision("give_up", 0, counts.job_retries, reason)
         left = min(self.max_failures_per_day - today, tries - tried - 1) if self.in_job_restarts else 0
         if not job_spent:

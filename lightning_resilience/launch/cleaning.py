@@ -1,4 +1,4 @@
-"""``lightning-resilience clean``: what runs have left and nobody needs, listed with why, and removed.
+"""``lightning-resilience clean``: lists and removes files that runs have left behind and nobody needs.
 
 A run that is in use is not touched: one that a scheduler has in its queue, of which a launch, a trainer or a rank lives
 on any node, or whose attempt token has changed since it was looked at. A launch may begin at any moment, and is not
@@ -223,16 +223,17 @@ class _Run:
             return "another attempt has begun"
         for record in records(self.path / "launches"):
             if not record.is_dead and self.still.get(record.path) != record.content:
-                return f"{record} may run it"
+                return f"{record} may be running it"
         if (pid := self.directory.trained_by(None)) is not None:
-            return f"process {pid} trains in it"
+            return f"process {pid} is training in it"
         trainer = read_json(self.path / "trainer.json")
         if trainer and trainer.get("job") != LAUNCHED and trainer.get("host") != os.uname().nodename:
             return (
-                f"process {trainer.get('pid')} on host {trainer.get('host')} trains in it, or was killed: clean there"
+                f"process {trainer.get('pid')} on host {trainer.get('host')} is training in it or was killed: run "
+                "clean on that host"
             )
         if lately := kept_lately(self.path):
-            return f"ranks on {', '.join(sorted({str(each.node) for each in lately}))} have run a moment ago"
+            return f"ranks on {', '.join(sorted({str(each.node) for each in lately}))} ran a moment ago"
         return None
 
 
@@ -265,14 +266,14 @@ def _of_run(run: _Run, found: Found) -> None:
     for path in matching(run.path / "time", "*.json"):
         event = parse(read_json(path) or {})
         if isinstance(event, TimeSpent) and (event.attempt, event.node) in run.recorded:
-            found.add("time of ended ranks", path, "the ledger has it", run.in_use, [path])
+            found.add("time of ended ranks", path, "the ledger contains it", run.in_use, [path])
     for path in [folder_of(run.path, number) for number in attempts(run.path)[:-1]]:
-        found.add("log files", path, "of an attempt that others have followed", run.in_use, [path])
+        found.add("log files", path, "of an attempt followed by newer ones", run.in_use, [path])
     for parent, folders, files in os.walk(run.path):
         for path in [Path(parent, name) for name in (*folders, *files)]:
             if is_temporary(path) and not _is_written(path):
                 in_use = _first_of(partial(_is_written, path), run.in_use)
-                found.add("half-written", path, "its writer is gone", in_use, [path])
+                found.add("half-written", path, "the process that wrote it has ended", in_use, [path])
 
 
 def _add_quarantine(folder: Path, in_use: Callable[[], str | None], found: Found) -> None:
@@ -308,9 +309,9 @@ def _of_node(runs: Collection[_Run], local_dir: Path | None, found: Found, with_
     for own in map(_resolved, own_directories()):
         for folder in abandoned(own) if _is_own(own) else []:
             in_use = partial(_unless_in, folder, partial(abandoned, own))
-            found.add(_OF_WATCHDOG, folder, "all its processes are gone", in_use, [folder])
+            found.add(_OF_WATCHDOG, folder, "all its processes have ended", in_use, [folder])
     for folder in map(_resolved, abandoned_folders()):
-        found.add("sockets", folder, "its launch is gone", partial(_unless_in, folder, abandoned_folders), [folder])
+        found.add("sockets", folder, "its launch has ended", partial(_unless_in, folder, abandoned_folders), [folder])
 
 
 def _resolved(path: Path) -> Path:
@@ -338,14 +339,14 @@ def _of_run_folder(folder: Path, run: _Run | None, found: Found) -> None:
     origin = read_origin(folder)
     owner = folder if origin is None else origin.run_dir
     if run is not None and owner != run.path and _name_of(owner) == folder.name:
-        found.kept.append((folder, f"it belongs to the run in {owner}, of which {run.path} is a copy"))
+        found.kept.append((folder, f"it belongs to the run in {owner}; {run.path} is a copy of that run"))
         return
     if run is None:
         if origin is None:
-            found.kept.append((folder, "it is not known to which run it belongs: name its run directory"))
+            found.kept.append((folder, "its run is unknown: give its run directory"))
         elif (why := _why_not_gone(origin, folder.name, found)) is None:
             in_use = _first_of(partial(_why_not_gone, origin, folder.name, found), partial(_writer_in, folder))
-            found.add(_LOCAL, folder, f"the run in {origin.run_dir} is gone", in_use, [folder])
+            found.add(_LOCAL, folder, f"the run in {origin.run_dir} no longer exists", in_use, [folder])
         elif why:
             found.kept.append((folder, why))
         return
@@ -381,7 +382,7 @@ def _why_not_gone(origin: Origin, name: str, found: Found) -> str | None:
     if now == name:
         return ""
     if left is None or (now is None and os.path.lexists(origin.run_dir)):
-        return f"its run directory {origin.run_dir} cannot be seen here"
+        return f"its run directory {origin.run_dir} is not visible here"
     moved = found.run_below(left, name)
     return None if moved is None else f"its run has been moved to {moved}"
 

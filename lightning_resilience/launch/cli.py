@@ -146,8 +146,8 @@ def _run(options: argparse.Namespace) -> None:
         settings = replace(settings, run_dir=_begin_afresh(options))
     elif settings.run_dir != (before := _directory(options)):
         log_line(
-            f"{before} goes on in {settings.run_dir}, which --fresh has begun. Who means {before} itself moves "
-            f"{settings.run_dir.name} to another folder."
+            f"{before} continues in {settings.run_dir}, which --fresh began. To continue {before} itself, move "
+            f"{settings.run_dir.name} elsewhere."
         )
     if not settings.is_single_node:
         introduce(f"launch {node_name()}")
@@ -167,8 +167,8 @@ def _why_no_run(path: Path) -> str | None:
     if is_run(path) or any((path / made).exists() for made in _SCHEDULERS):
         return None  # a job may be waiting for its first launch
     runs = [str(run) for run in runs_below(path)[0]]
-    those = f"; these are: {', '.join(runs[:5])}" if runs else ""
-    return f"{path} is no run directory: there is no ledger in it{those}"
+    those = f"; run directories below it: {', '.join(runs[:5])}" if runs else ""
+    return f"{path} is not a run directory: it contains no ledger{those}"
 
 
 def _is_folder_of_runs(options: argparse.Namespace) -> bool:
@@ -219,25 +219,26 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         name = unknown[0].partition("=")[0]
         known = difflib.get_close_matches(name, _options_of(options.parser), n=1)
         if not name.startswith("-"):
-            options.parser.error(f"there is an argument too many: {name}")
+            options.parser.error(f"unexpected argument: {name}")
         options.parser.error(f"there is no option {name}" + (f"; did you mean {known[0]}?" if known else ""))
     if options.action == "launch" or options.action in _SCHEDULERS:
         # One argument for both, or argparse would take the first "--" of the script's for its own.
         script, *options.args = options.command[1:] if options.command[0] == "--" else options.command
         options.script = script
         if options.json and not options.plan:
-            options.parser.error("--json goes with --plan; options of the script stand behind it")
+            options.parser.error("--json requires --plan; options of the script go after the script")
         ours = _options_of(options.parser) - {"--help"}
         if late := [word for word in options.args if word.partition("=")[0] in ours]:
             log_line(
-                f"{late[0]} stands behind {script}: it goes to the script. Options of {options.action} stand before it."
+                f"{late[0]} comes after {script}, so it is passed to the script. Put options of {options.action} "
+                "before the script."
             )
     return options
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="lightning-resilience", description="Runs PyTorch Lightning scripts that survive what kills training runs."
+        prog="lightning-resilience", description="Runs PyTorch Lightning scripts and restarts them after failures."
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     nemo = JOBS["nemo"]
@@ -315,21 +316,21 @@ def _parser() -> argparse.ArgumentParser:
         "--on-event",
         metavar="CMD",
         help="program with arguments that the first node runs at important events, such as interruptions and the end, "
-        f"with JSON on its standard input; it has {LIMIT_S:g} s",
+        f"with JSON on its standard input; it may take {LIMIT_S:g} s",
     )
     launch.add_argument(
         "--spares",
         choices=("auto", "off"),
         default="auto",
-        help="auto: for each worker a spare process with its imports done waits to take its place at a restart inside "
-        "the job, or when it alone is replaced (--elastic), where memory allows (default: %(default)s)",
+        help="auto: where memory allows, each worker has a spare process with its imports done, which replaces it at "
+        "a restart inside the job or, with --elastic, when only this worker is replaced (default: %(default)s)",
     )
     launch.add_argument(
         "--read-again",
         choices=READS_AGAIN,
-        help="data of an epoch in which the training is resumed: always, or only if workers of the data loader have "
-        "changed by reading, as far as that is seen; say so if samples depend on nothing but their index and random "
-        "numbers (default: always)",
+        help="when training resumes within an epoch, read its earlier data again: always, or only if reading is seen "
+        "to change the workers of the data loader; give if-changed if samples depend only on their index and "
+        "random numbers (default: always)",
     )
     launch.add_argument(
         "--quiet",
@@ -343,7 +344,7 @@ def _parser() -> argparse.ArgumentParser:
         "launch",
         usage="lightning-resilience launch [OPTION ...] SCRIPT [ARGUMENT ...]",  # an error need not list all of them
         parents=[launch],
-        help="run a script until it has finished, restarting what fails",
+        help="run a script until it has finished, and restart it after failures",
         description="Runs a training script and restarts it, inside the job and as a new job, until it has finished or "
         "keeps failing without progress. The same command again resumes a run that was interrupted.",
         epilog=_exit_codes(),
@@ -352,14 +353,15 @@ def _parser() -> argparse.ArgumentParser:
     here.add_argument(
         "--elastic",
         action="store_true",
-        help="replace a killed rank while the others keep their processes (DDP, FSDP2); what cannot be replaced is "
-        "restarted, as without it",
+        help="replace a killed rank while the other ranks keep their processes (DDP, FSDP2); where that is "
+        "impossible, restart all ranks as without this option",
     )
     here.add_argument(
         "--when-lost",
         choices=("hold", "go-on"),
-        help="with --elastic, when no spare process is ready for a lost rank: the others wait for its replacement, or "
-        "train for it, too, until it is back (default: hold, and go-on with --nnodes MIN:MAX)",
+        help="with --elastic, when no spare process is ready for a lost rank: hold: the other ranks wait for its "
+        "replacement; go-on: they keep training, also on its batches, until it is back (default: hold, and go-on "
+        "with --nnodes MIN:MAX)",
     )
     here.add_argument(
         "--min-ranks",
@@ -370,22 +372,22 @@ def _parser() -> argparse.ArgumentParser:
     here.add_argument(
         "--replace-stragglers",
         action="store_true",
-        help="with --elastic: replace the process of a rank that StragglerDetection finds slow, once; if the new one "
-        "is as slow, what follows is as without this option",
+        help="with --elastic: replace the process of a rank that StragglerDetection finds slow, once; if the new "
+        "process is as slow, continue as without this option",
     )
     here.add_argument(
         "--global-batch",
         choices=GLOBAL_BATCHES,
-        help="batches of ranks that are absent, here or because the job has become smaller: the others train on them, "
-        "too, or they are left out, so that steps have fewer samples (default: constant)",
+        help="batches of absent ranks (lost, or because the job has become smaller): constant: the other ranks also "
+        "train on them; shrink: they are left out, so steps have fewer samples (default: constant)",
     )
     here.add_argument("--nnodes", type=_nodes, default="1", metavar="N|MIN:MAX", help="nodes (default: 1)")
     here.add_argument(
         "--node-rank",
         type=_node_rank,
         metavar="|".join(["R", *_SCHEDULERS]),
-        help="number of this node; 0 decides for all; "
-        + "; ".join(f"{name}: as {each.title} counts the nodes of this step" for name, each in _SCHEDULERS.items()),
+        help="number of this node; node 0 decides for all nodes; "
+        + "; ".join(f"{name}: its number in this {each.title} job step" for name, each in _SCHEDULERS.items()),
     )
     here.add_argument(
         "--spare", action="store_true", help="this node waits, and replaces a node that is excluded from the run"
@@ -396,7 +398,7 @@ def _parser() -> argparse.ArgumentParser:
     here.add_argument(
         "--retries-in-new-job",
         action="store_true",
-        help="end with 75 where the job is to be retried or a node is to be excluded, in place of retrying here",
+        help="end with 75 when the job must be retried or a node excluded, instead of retrying here",
     )
 
     for name, scheduler in _SCHEDULERS.items():
@@ -414,16 +416,18 @@ def _parser() -> argparse.ArgumentParser:
 
     looked = actions.add_parser(
         "status",
-        help="show the jobs of a run, its last safe step and the rest of its budget",
+        help="show the jobs of a run, its newest safe step and the remaining budget",
         description="Prints a line for every job or launch of a run, and its current state.",
     )
-    looked.add_argument("run_dir", type=_not_empty, metavar="RUN_DIR", help="or a folder of runs: then as list")
+    looked.add_argument(
+        "run_dir", type=_not_empty, metavar="RUN_DIR", help="or a folder of runs: prints the same as list"
+    )
 
     listed = actions.add_parser(
         "list",
         help="show the runs below a folder",
         description="Prints a line for every run in a folder, up to three levels down: state, furthest step, goodput, "
-        "interruptions, when it was active and its job. Those that were active last come first.",
+        "interruptions, when it was active and its job. Most recently active runs come first.",
     )
     listed.add_argument(
         "run_dir", type=_not_empty, nargs="?", default=".", metavar="FOLDER", help="default: the current folder"
@@ -440,20 +444,23 @@ def _parser() -> argparse.ArgumentParser:
     shown.add_argument(
         "--what-if",
         metavar="SETTINGS",
-        help=f"show what the run would have taken, as in 'save_every=5min local=off mtbf=2h'. {settings}",
+        help=f"show how long the run would have taken with other settings, as in 'save_every=5min local=off mtbf=2h'. "
+        f"{settings}",
     )
 
     logged = actions.add_parser(
         "logs",
-        help="show what ranks have written, also while they run",
-        description="Prints the log of a rank, or of all: what they have written to stdout and stderr.",
+        help="show the output of ranks, also while they run",
+        description="Prints the log of one rank or of all ranks: their stdout and stderr.",
     )
     logged.add_argument("run_dir", type=_not_empty, metavar="RUN_DIR")
     logged.add_argument(
-        "-f", "--follow", action="store_true", help="go on with what comes, over restarts, until the run ends"
+        "-f", "--follow", action="store_true", help="keep printing new output, across restarts, until the run ends"
     )
     logged.add_argument("--rank", type=_rank, metavar="R|all", help="rank, or all, ordered by time (default: 0)")
-    logged.add_argument("--attempt", type=_at_least_one, metavar="K", help="start of the workers (default: the newest)")
+    logged.add_argument(
+        "--attempt", type=_at_least_one, metavar="K", help="number of the start of the workers (default: the newest)"
+    )
 
     diagnosed = actions.add_parser(
         "diagnose",
@@ -466,8 +473,8 @@ def _parser() -> argparse.ArgumentParser:
     watched = actions.add_parser(
         "watch",
         help="show what every rank does now",
-        description="Shows the ranks of a run until interrupted: those of this node, and whether they answer; those of "
-        "other nodes as they were up to half a minute ago. The ranks are not slowed down.",
+        description="Shows the ranks of a run until interrupted: ranks of this node with whether they answer, ranks "
+        "of other nodes as of up to half a minute ago. This does not slow down the ranks.",
     )
     watched.add_argument("run_dir", type=_not_empty, metavar="RUN_DIR")
     watched.add_argument(
@@ -477,22 +484,22 @@ def _parser() -> argparse.ArgumentParser:
         metavar="SECONDS",
         help="refresh interval (default: %(default)g)",
     )
-    watched.add_argument("--once", action="store_true", help="show once and end")
+    watched.add_argument("--once", action="store_true", help="show once and exit")
 
     inspected = actions.add_parser(
         "inspect",
         help="show and verify local checkpoints",
         description="Lists and verifies every byte of a local checkpoint: a file, a generation, or a folder of "
         "generations. Nothing is changed.",
-        epilog="exit code: 0 if all is intact, 1 if anything is damaged or there is nothing",
+        epilog="exit code: 0 if everything is intact, 1 if anything is damaged or nothing was found",
     )
     inspected.add_argument("path", type=_not_empty, metavar="PATH")
     cleaned = actions.add_parser(
         "clean",
-        help="remove what runs have left and nobody needs",
-        description="Lists what the runs in a folder have left, in their directories and on this node, and runs that "
-        "are gone, and why it is safe to remove; then asks. With one run directory, no checkpoints of other runs. "
-        "Nothing is touched of a run that is in use, nor its ledger and good checkpoints.",
+        help="remove files that runs have left behind and nobody needs",
+        description="Lists files that the runs in a folder, and deleted runs, have left in their directories and on "
+        "this node, and why each is safe to remove. Then it asks. Given one run directory, it leaves out the "
+        "checkpoints of other runs. It never touches runs in use, ledgers or good checkpoints.",
         epilog="exit code: 1 if something could not be removed",
     )
     cleaned.add_argument(
@@ -509,10 +516,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     for name in ("launch", *_SCHEDULERS):
         action = actions.choices[name]
-        action.add_argument("--plan", action="store_true", help="show what would be done and check it, and do nothing")
-        action.add_argument("--json", action="store_true", help="with --plan: for programs, in a line")
+        action.add_argument("--plan", action="store_true", help="show and check what would be done, without doing it")
+        action.add_argument("--json", action="store_true", help="with --plan: print one line of JSON")
     for name in KEYS.keys() - {"launch"}:
-        actions.choices[name].add_argument("--json", action="store_true", help="print the same for programs, in a line")
+        actions.choices[name].add_argument("--json", action="store_true", help="print the same as one line of JSON")
     for action in actions.choices.values():
         action.set_defaults(parser=action)
     return parser
@@ -522,7 +529,7 @@ def _add_batch_arguments(batch: argparse.ArgumentParser) -> None:
     """Adds the options that the subcommands of all schedulers have."""
     batch.add_argument("--nodes", type=_at_least_one, default=1, metavar="N", help="nodes (default: %(default)s)")
     batch.add_argument("--gpus-per-node", type=_at_least_one, metavar="N", help="GPUs per node; one worker per GPU")
-    batch.add_argument("--job-name", metavar="NAME", help="name of the job (default: that of RUN_DIR or the script)")
+    batch.add_argument("--job-name", metavar="NAME", help="name of the job (default: name of RUN_DIR or of the script)")
     batch.add_argument(
         "--env-setup", action="append", default=[], metavar="LINE", help="line of the batch script before the launch"
     )
@@ -534,7 +541,7 @@ def _add_batch_arguments(batch: argparse.ArgumentParser) -> None:
         type=_at_least_one,
         default=PREEMPT_TIME_S,
         metavar="SECONDS",
-        help="least time between the signal to the workers and the time limit (default: %(default)s)",
+        help="minimum time between the signal to the workers and the time limit (default: %(default)s)",
     )
     batch.add_argument(
         "--max-requeues",
@@ -543,7 +550,7 @@ def _add_batch_arguments(batch: argparse.ArgumentParser) -> None:
         metavar="N",
         help="how often the job may be requeued (default: %(default)s)",
     )
-    batch.add_argument("--submit", action="store_true", help="submit the script in place of printing it")
+    batch.add_argument("--submit", action="store_true", help="submit the script instead of printing it")
 
 
 def _settings(options: argparse.Namespace) -> LaunchSettings:
@@ -553,13 +560,13 @@ def _settings(options: argparse.Namespace) -> LaunchSettings:
     if options.nnodes not in ("1", "1:1") and options.rdzv_endpoint is None:
         parser.error("several nodes need --rdzv-endpoint HOST:PORT, with the first node's host and a free port on it")
     if options.node_rank and options.nnodes in ("1", "1:1"):
-        parser.error(f"--node-rank {options.node_rank} is that of one of several nodes: give --nnodes, too")
+        parser.error(f"--node-rank {options.node_rank} is for a run on several nodes: also give --nnodes")
     if options.spare and (options.nnodes in ("1", "1:1") or options.node_rank is not None):
-        parser.error("--spare is for one more node than --nnodes says, and goes without --node-rank")
+        parser.error("--spare is for a node in addition to those of --nnodes; do not combine it with --node-rank")
     if options.fresh and (options.nnodes not in ("1", "1:1") or options.retries_in_new_job):
         parser.error(
-            "--fresh is for a start by hand on one node: where nodes or a scheduler start this command again, each "
-            "start would begin another run; give them another --run-dir"
+            "--fresh is for a manual start on one node: when nodes or a scheduler start this command again, each "
+            "start would begin another run; give another --run-dir instead"
         )
     timeouts = [options.section_timeouts] if options.section_timeouts else []
     if options.out_of_section_timeout is not None:
@@ -568,7 +575,7 @@ def _settings(options: argparse.Namespace) -> LaunchSettings:
         there = next(filter(os.path.lexists, [folder, *folder.parents]), None) if folder is not None else None
         if there is not None and there.exists() and not there.is_dir():
             below = "" if there == folder else f" is below {there}, which"
-            parser.error(f"{option} {folder}{below} is a file, and must be a directory, or not there yet")
+            parser.error(f"{option} {folder}{below} is a file; it must be a directory or not exist yet")
     job = JOBS.get(options.recipe, JOBS["nemo"])  # MODULE:FUNCTION is imported by the workers only
     elastic = options.elastic or job.elastic
     least, _, most = options.nnodes.partition(":")
@@ -580,14 +587,14 @@ def _settings(options: argparse.Namespace) -> LaunchSettings:
         parser.error("--replace-stragglers is an option of --elastic, or of --recipe elastic")
     if elastic and not is_fixed:
         if options.when_lost == "hold":
-            parser.error(f"--nnodes {options.nnodes} goes on without lost nodes, and --when-lost hold waits for them")
+            parser.error(f"--nnodes {options.nnodes} continues without lost nodes, but --when-lost hold waits for them")
         goes_on = True
     nnodes = f"1:{least}" if goes_on and not most and least != "1" else options.nnodes
     if options.min_ranks is not None and not goes_on:
-        parser.error("--min-ranks needs --when-lost go-on: else a run always waits for all ranks")
+        parser.error("--min-ranks needs --when-lost go-on: otherwise a run always waits for all ranks")
     min_ranks = job.min_ranks if options.min_ranks is None else options.min_ranks
     if options.nproc_per_node != "auto" and min_ranks > (ranks := int(options.nproc_per_node) * int(most or least)):
-        parser.error(f"--min-ranks {min_ranks} is more than the {ranks} that there are")
+        parser.error(f"--min-ranks {min_ranks} is more than the number of ranks, {ranks}")
     try:
         section_timeouts = SectionTimeouts.parse(",".join(timeouts)) if timeouts else job.section_timeouts
     except ValueError as error:
@@ -646,7 +653,7 @@ def _directory(options: argparse.Namespace) -> Path:
 
 def _begin_afresh(options: argparse.Namespace) -> Path:
     path = naming.begin_afresh(_directory(options))
-    log_line(f"A new run begins in {path}. The same command without --fresh goes on with it.", is_detail=True)
+    log_line(f"A new run begins in {path}. The same command without --fresh continues it.", is_detail=True)
     return path
 
 
@@ -749,7 +756,7 @@ def _node_rank(text: str) -> int:
     rank = current_scheduler().node_rank
     if rank is None:
         raise argparse.ArgumentTypeError(
-            f"{_SCHEDULERS[text].title} has not numbered this process's node; start it as a step of the job"
+            f"{_SCHEDULERS[text].title} has not assigned a number to this node; start this command as a step of the job"
         )
     return rank
 
@@ -758,7 +765,7 @@ def _recipe(text: str) -> str:
     if text in JOBS or re.fullmatch(rf"{_NAME}([.]{_NAME})*:{_NAME}", text):
         return text
     near = difflib.get_close_matches(text, JOBS, 1)
-    hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(JOBS)}, and MODULE:FUNCTION"
+    hint = f"did you mean {near[0]}?" if near else f"choose one of {', '.join(JOBS)}, or give MODULE:FUNCTION"
     raise argparse.ArgumentTypeError(f"there is no recipe {text}; {hint}")
 
 
@@ -777,7 +784,7 @@ def _not_empty(text: str) -> str:
 
 def _path(text: str) -> Path:
     if re.match(r"[a-z0-9+]+:/", _not_empty(text)):
-        raise argparse.ArgumentTypeError(f"{text} is no folder on a mounted file system")
+        raise argparse.ArgumentTypeError(f"{text} is not a folder on a mounted file system")
     return Path(text).expanduser().absolute()
 
 

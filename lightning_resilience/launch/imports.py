@@ -146,7 +146,7 @@ def import_all(noted: Mapping[str, Any], must_stop: Callable[[], bool]) -> str |
     finally:
         State({}, [], path).hold(base)
     if foreign := [name for name in sys.modules.keys() - own_modules if _file(name) and not is_installed(name)]:
-        return f"{min(foreign)}, which is not installed, was imported by what is"
+        return f"{min(foreign)}, which is not an installed package, was imported by an installed one"
     if (seeded is not None and random.getstate() != seeded) or _torch_has_drawn():
         return "a library draws random numbers when it is imported"
     return None

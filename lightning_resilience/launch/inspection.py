@@ -282,7 +282,7 @@ def _find_strangers(generation: _Generation) -> None:
     counts = Counter(map(shared, generation.intact))
     for file in generation.intact:
         if (own := shared(file)) != (most := counts.most_common(1)[0][0]):
-            file.problem = f"it does not belong to the others: {own}, not {most}"
+            file.problem = f"it does not match the other shards: {own}, not {most}"
 
 
 def _generation(generation: _Generation) -> list[str]:
@@ -308,11 +308,11 @@ def _generation(generation: _Generation) -> list[str]:
     lines += ["", *_shortened(listed, len(generation.shards) - len(shown), "more, all of them intact"), ""]
     count, needed, names = generation.missing()
     if not needed:
-        lines.append("What else belongs to it is not known: no shard of it can be read.")
+        lines.append("Its other shards are not known, because none of its shards can be read.")
     elif not count:
-        lines.append(f"Complete: all of its {needed} shards are here and intact.")
+        lines.append(f"Complete: all of its {needed} shards are present and intact.")
     else:
-        lines.append(f"Not here, or not intact: {count} of {needed} shards. They may be on other nodes.")
+        lines.append(f"Missing or damaged: {count} of {needed} shards. Missing ones may be on other nodes.")
         lines += _shortened([f"  {name}" for name in names[:_MAX_PROBLEMS]], len(names) - _MAX_PROBLEMS)
     return lines
 

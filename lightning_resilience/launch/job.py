@@ -363,8 +363,8 @@ class Launch:
     def _own(self) -> int:
         if (outcome := self._finished_before()) is not None:
             log_line(
-                f"The run in {self._run_directory.path} has finished already ({outcome.reason}); nothing to do. "
-                "To train on, raise its end (max_epochs, max_steps, max_time); --fresh begins a new run beside it."
+                f"The run in {self._run_directory.path} has finished already ({outcome.reason}); nothing to do. To "
+                "train further, raise its limit (max_epochs, max_steps, max_time); --fresh begins a new run beside it."
             )
             return self._end(Outcome("finished", "it had finished already"))
         self._describe()
@@ -466,7 +466,7 @@ class Launch:
             else:
                 least, _, most = self._nnodes.partition(":")
                 self._nnodes = f"{least}:{int(most) - 1}"
-                then = "the run goes on with fewer nodes"
+                then = "the run continues with fewer nodes"
             log_line(f"Excluding node {node}: {then}.")
             self._ledger.record(NodesExcluded(excluded=[node], reason=then))
 
@@ -504,8 +504,8 @@ class Launch:
         if is_another_run(found) and not self.settings.continue_anyway:
             raise Refused(
                 f"the run in {self._run_directory.path} has finished with other arguments: {describe_changes(found)}",
-                "give this one another --run-dir, or --fresh for a new run beside it; --continue-anyway runs the "
-                "script again in this one, where what has finished stays as it is",
+                "give this command another --run-dir, or --fresh for a new run beside the old one; --continue-anyway "
+                "runs the script again in the same run directory, where finished fits stay as they are",
             )
         return None
 
@@ -593,8 +593,11 @@ class Launch:
                 return said
             last_events = history.since(JobStart, WorkersStart)
             if any(isinstance(event, (SignalReceived, FitInterrupted)) for event in last_events):
-                return Outcome("interrupted", "the workers were told to stop and ended before they could say more")
-            return Outcome("failed", "the workers ended with 0 without an outcome; does the script call os._exit?")
+                return Outcome("interrupted", "the workers were told to stop and ended before they could report more")
+            return Outcome(
+                "failed",
+                "the workers ended with exit code 0 without reporting an outcome; does the script call os._exit?",
+            )
         if fault := cause_of_end(history.events, run_id):
             return Outcome("failed", fault)
         if is_spent:
@@ -667,7 +670,7 @@ class Launch:
             "finished": "",
             "interrupted": " Run the same command again to resume.",
             "failed": " Once the cause is removed, the same command "
-            + ("goes on from the last checkpoint." if is_safe else "begins again: nothing was saved yet."),
+            + ("resumes from the newest checkpoint." if is_safe else "starts over: nothing was saved yet."),
             "halted": " Trying again would not change this.",
         }
         reason = outcome.reason.removeprefix(f"{outcome.status} ").removesuffix(".")
@@ -754,7 +757,7 @@ class Launch:
             raise Refused(*other)
         if (pid := self._run_directory.trained_by(LAUNCHED)) is not None:
             raise self._in_use(
-                f"process {pid} on this host, which no launch has started, trains in {self._run_directory.path}"
+                f"process {pid} on this host, which no launch has started, is training in {self._run_directory.path}"
             )
 
     def _in_use(self, reason: str) -> Refused:
@@ -821,7 +824,7 @@ class Launch:
         if any(start.elastic_run_id == run_id for start in self._now().of(WorkersStart)):
             return
         if words := _nvrx.last_words(log, begin):
-            log_line(f"The workers were not started. The elastic launcher said, in {log}:")
+            log_line(f"The workers were not started. The elastic launcher reported, in {log}:")
             for line in words:
                 write_line(f"  {line}")
 
@@ -876,7 +879,7 @@ class Launch:
         except OSError as error:
             if not self._has_said_blind:
                 self._has_said_blind = True
-                log_line(f"The storage fails, and other nodes cannot be looked after ({error}). The workers go on.")
+                log_line(f"Cannot check on other nodes because storage is failing ({error}). The workers keep running.")
             return False
         finally:
             self._workers_run = False
@@ -901,6 +904,6 @@ def other_command(settings: LaunchSettings) -> tuple[str, str] | None:
         return None
     theirs, ours = shlex.join(last), shlex.join(settings.command)
     return (
-        f"{settings.run_dir} holds the run of `{theirs}`, and this is `{ours}`",
-        "name a --run-dir: that one to go on with its run, or another for a run of its own",
+        f"{settings.run_dir} holds the run of `{theirs}`, but this command is `{ours}`",
+        "give a --run-dir: that one to continue its run, or another one for a separate run",
     )

@@ -244,7 +244,7 @@ def _text(folder: Path, runs: Sequence[dict[str, Any]], others: Sequence[Path], 
     if runs:
         lines = fitted(_HEAD, [_row(folder, each) for each in runs], _LEFT_OUT_FIRST, width)
     else:
-        lines.append(f"There is no run in {folder}, nor in the folders in it.")
+        lines.append(f"There is no run in {folder} or in its subfolders.")
     notes = [f"{_name(folder, each)} {each['problem']}" for each in runs if each["problem"]]
     if others:
         names = [printable(path.name) for path in others]

@@ -77,7 +77,9 @@ def _open(directory: Path, attempt: int, rank: Rank | None) -> _Log | _AllLogs:
     """
     folder, numbers = folder_of(directory, attempt), attempts(directory)
     if attempt not in numbers:
-        raise NoLog(f"there is no log of attempt {attempt} in {directory}; there are those of {_range(numbers)}")
+        raise NoLog(
+            f"there is no log of attempt {attempt} in {directory}; there are logs of attempts {_range(numbers)}"
+        )
     found = ranks(directory, attempt)
     if rank is None:
         rank = found[0] if found else 0
@@ -86,7 +88,7 @@ def _open(directory: Path, attempt: int, rank: Rank | None) -> _Log | _AllLogs:
     began = (read_json(folder / "attempt.json") or {}).get("began")
     since = f", began {timestamp(began)}" if isinstance(began, float) else ""
     others = [f"ranks {_range(found)}"] * (len(found) > 1) + [f"attempts {_range(numbers)}"] * (len(numbers) > 1)
-    also = f"; there are {' and '.join(others)}" if others else ""
+    also = f"; see also {' and '.join(others)}" if others else ""
     what = f"all ranks: {folder}" if rank == "all" else f"rank {rank}: {log_of(folder, rank)}"
     print(f"==> attempt {attempt}{since}, {what}{also} <==", file=sys.stderr, flush=True)
     return _AllLogs(directory, attempt) if rank == "all" else _Log(LogReader(folder, rank))

@@ -49,7 +49,7 @@ def why_not_found(script: str, is_module: bool) -> str | None:
         path = Path(script)
         if _is_of_a_shell(path):
             instead = "launch the Python script that it starts, or have it call `lightning-resilience launch`"
-            return f"{script} is no Python script but one of a shell: {instead}"
+            return f"{script} is a shell script, not a Python script: {instead}"
         if _STARTERS.fullmatch(path.name) and not path.is_dir():
             return f"leave {script} out: launch itself starts the script on every rank"
         if path.is_file() or (path / "__main__.py").is_file():

@@ -70,7 +70,9 @@ class Metric:
 
 METRICS = (
     Metric("run_info", "gauge", "Always 1; the label is the id of the run", label="run_id"),
-    Metric("state", "gauge", "1 for the state of the run: " + ", ".join(STATES) + "; 0 for the others", label="state"),
+    Metric(
+        "state", "gauge", "1 for the state of the run: " + ", ".join(STATES) + "; 0 for the other states", label="state"
+    ),
     Metric("goodput", "gauge", "Share of new steps in all time but idle", "ratio"),
     Metric("ettr", "gauge", "The same with data, callbacks, validation and saves", "ratio"),
     Metric("rank_time", "gauge", "Time of all ranks so far, by category", "seconds", "category"),

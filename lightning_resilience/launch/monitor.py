@@ -1,4 +1,4 @@
-"""The thread of a launch that shows the run to monitoring systems and tells events.
+"""The thread of a launch that shows the run to monitoring systems and reports events.
 
 Only the launch that decides has it. Every 15 s it reads what is new in the ledger, folds it, and hands the figures on
 (at most 5 % of the time: later in a run of months). Nothing that fails or hangs here reaches the run: each trouble is
@@ -142,7 +142,7 @@ class Monitor:
         except Exception as error:
             if who not in self._said:
                 self._said.add(who)
-                log_line(f"{who}: {error}. The run is not affected; it is tried again, and not logged again.")
+                log_line(f"{who}: {error}. The run is not affected. Retrying; further failures will not be logged.")
 
     def _begin(self) -> None:
         path = str(self._run.path)
@@ -160,7 +160,7 @@ class Monitor:
                 log_line(f"Metrics go to {endpoint} by OpenTelemetry.")
             except ImportError as error:
                 log_line(
-                    f"OpenTelemetry's variables ask for metrics at {endpoint}, and {error}: pip install "
+                    f"OpenTelemetry's variables ask for metrics at {endpoint}, but {error}: pip install "
                     "'lightning-resilience[metrics]'."
                 )
 

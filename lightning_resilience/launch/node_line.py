@@ -91,7 +91,7 @@ def read_secret(path: Path) -> bytes | None:
     with open(fd, "rb") as file:
         about = os.fstat(fd)
         if not stat.S_ISREG(about.st_mode) or about.st_uid != os.getuid() or about.st_mode & 0o077:
-            raise PermissionError(f"{path} is no file that only this user may read")
+            raise PermissionError(f"{path} is not a file that only this user may read")
         secret = file.read(_SECRET_BYTES + 1)
     return secret if len(secret) == _SECRET_BYTES else None
 

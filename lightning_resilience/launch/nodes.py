@@ -79,7 +79,7 @@ class Plan:
         if 2 * len(nodes) > count:
             return "these are more than half of its nodes"
         if self.node in nodes:
-            return f"at the first node, {self.node}, all others meet"
+            return f"all other nodes connect to the first node, {self.node}"
         least = int(self.nnodes.partition(":")[0])
         if count - len(nodes) + len(self.spares) < least:
             return f"it needs {least} nodes, and no launch --spare waits"
@@ -157,7 +157,7 @@ class Board:
             if plan != last and plan is not None and not meet_alike(plan.endpoint, self._endpoint):
                 if plan.exit_code is None and plan.beat > 0:
                     raise AnotherLaunch(
-                        f"other nodes, which meet at {plan.endpoint} and not at {self._endpoint}, run "
+                        f"other nodes, with rendezvous {plan.endpoint} instead of {self._endpoint}, run "
                         f"{self.path.parent} already"
                     )
                 plan = last
@@ -212,7 +212,7 @@ def why_not_excluded(run_dir: Path, nodes: Collection[str], count: int) -> str |
     """
     plan = Board(run_dir / BOARD, "").read()
     if plan is None or plan.run_id != os.environ.get("TORCHELASTIC_RUN_ID"):
-        return None if count > 1 else "there is no other node to go on with"
+        return None if count > 1 else "there is no other node to continue with"
     return plan.why_not_excluded(nodes, count)
 
 

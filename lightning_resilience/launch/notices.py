@@ -1,4 +1,4 @@
-"""What ``--on-event`` is told of: the important events of a launch, each once, as JSON objects."""
+"""The important events of a launch that ``--on-event`` receives, each once, as JSON objects."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ LAST = "run_ended"
 
 EVENTS = {
     "run_began": "the launch has begun",
-    "interruption": "workers have ended before the run had; told when the next ones start, after 10 s at the latest",
+    "interruption": "workers ended before the run did; reported when the next ones start, after 10 s at the latest",
     "restart": "the workers were started again",
     "rollback": "a fit has rolled back to a good checkpoint, because of bad steps or diverged replicas",
-    "stragglers": "ranks are slow, and others than when it was told last",
+    "stragglers": "ranks are slow, and not the same ranks as last reported",
     "node_excluded": "nodes are excluded from the run",
-    "save_failed": "a save to shared storage failed or was refused, the first one since the last that did not",
-    "checkpoint_bad": "a checkpoint did not verify, or the training could not go on from it",
+    "save_failed": "a save to shared storage failed or was refused; only the first such save after a successful one",
+    "checkpoint_bad": "a checkpoint failed verification, or training could not resume from it",
     LAST: "the launch has ended; the last event",
 }
 """The events, and what they mean."""
@@ -53,11 +53,11 @@ KEYS = {
     "run_dir": "the run directory",
     "attempt": "how often the workers have been started, by all launches of the run",
     "step": "furthest step of the script's last fit; `null`: no fit has begun",
-    "node": "node on which it came; `null`: not known, or several",
+    "node": "node on which it happened; `null`: not known, or several",
     "message": "what happened, in a line",
-    "details": "of `interruption` the object in `interruptions` of `report --json`, else the [event of the "
+    "details": "for `interruption`, the object in `interruptions` of `report --json`; otherwise the [event of the "
     "ledger](ledger.md#on-disk)",
-    "dropped": "events that were not told before this one, since the command was too slow",
+    "dropped": "events dropped before this one because the command was too slow",
 }
 """The keys of an object, and what they mean."""
 

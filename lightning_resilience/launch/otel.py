@@ -1,4 +1,4 @@
-"""Metrics by OpenTelemetry, where its environment variables say whereto, as for every program that has its SDK."""
+"""Metrics by OpenTelemetry, if its environment variables name an endpoint, as for every program with its SDK."""
 
 from __future__ import annotations
 
@@ -41,7 +41,9 @@ class _Once(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         if not self.has_logged:
             self.has_logged = True
-            log_line(f"OpenTelemetry: {shortened(record.getMessage(), 200)}. It is tried again, and not logged again.")
+            log_line(
+                f"OpenTelemetry: {shortened(record.getMessage(), 200)}. Retrying; further failures will not be logged."
+            )
 
 
 class OpenTelemetry:

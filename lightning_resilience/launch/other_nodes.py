@@ -237,7 +237,7 @@ class OtherNodes:
                 self.nodes = [node or self._absent(place) for place, node in enumerate(places, 1)]
                 return
             if has_stopped() or waited_s > within_s:
-                raise NodesMissing(f"{len(present)} of {self._others} other nodes have come")
+                raise NodesMissing(f"{len(present)} of {self._others} other nodes have connected")
             time.sleep(_POLL_S)
 
     def _absent(self, number: int) -> OtherNode:
@@ -307,12 +307,14 @@ class OtherNodes:
                 return line.close()
             node_rank, count = said["node_rank"], said["count"]
             if count != self._ranks:
-                log_line(f"{said['node']} cannot take part: it has {count} ranks, and the first node {self._ranks}.")
+                log_line(
+                    f"{said['node']} cannot take part: it has {count} ranks, but the first node has {self._ranks}."
+                )
                 line.send("end", code=1)
                 return line.close()
             with self._admitting:
                 if (process := said["process"]) in self._superseded:
-                    log_line(f"{said['node']} cannot take part: another one is node {node_rank} now.")
+                    log_line(f"{said['node']} cannot take part: node {node_rank} is another process now.")
                     line.send("end", code=1)
                     return line.close()
                 for other in self._joined:

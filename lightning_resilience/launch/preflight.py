@@ -129,10 +129,10 @@ def _run(settings: LaunchSettings, preview: Preview) -> Check:
     if preview.refusal is not None:
         return Check("run", "fail", preview.refusal)
     if preview.watched is not None:
-        return Check("run", "warn", f"{preview.watched} may run it: the launch watches its record first")
+        return Check("run", "warn", f"{preview.watched} may be running it: the launch first watches its record")
     if preview.finished is not None:
         return Check("run", "warn", f"it has finished already ({preview.finished.reason}): nothing would be started")
-    return Check("run", "ok", f"nobody runs {settings.run_dir}")
+    return Check("run", "ok", f"no launch runs {settings.run_dir}")
 
 
 def _budget(preview: Preview) -> Check:
@@ -255,7 +255,7 @@ def _shared_memory() -> Check:
     try:
         about = os.statvfs("/dev/shm")
     except OSError:
-        return Check("/dev/shm", "warn", "there is none: data-loader workers need it")
+        return Check("/dev/shm", "warn", "it does not exist: data-loader workers need it")
     size = about.f_blocks * about.f_frsize
     if size and size < _SMALL_SHM:
         advice = "data-loader workers may fail; in a container use --shm-size or --ipc=host"
@@ -289,7 +289,7 @@ def _wandb() -> Check:
     host = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
     if os.environ.get("WANDB_API_KEY") or _in_netrc(host):
         return Check("W&B", "ok", f"there is a login for {host}")
-    text = f"there is no login for {host}: a script that uses it would ask or fail (wandb login, or WANDB_MODE=offline)"
+    text = f"there is no login for {host}: W&B would ask for one or fail (wandb login, or WANDB_MODE=offline)"
     return Check("W&B", "warn", text)
 
 
@@ -343,6 +343,6 @@ def _clock() -> Check:
     with suppress(OSError, AttributeError):
         state = ctypes.CDLL(None).adjtimex(ctypes.create_string_buffer(512))  # of zeros: only asked
     if state == _TIME_ERROR:
-        text = "the kernel's clock is not synchronised: times of several nodes may not fit (chronyd, systemd-timesyncd)"
+        text = "the kernel's clock is not synchronised: times of nodes may not match (chronyd, systemd-timesyncd)"
         return Check("clock", "warn", text)
     return Check("clock", "ok", "it is synchronised" if state >= 0 else "not known")

@@ -164,6 +164,6 @@ def _text(found: dict[str, Any]) -> list[str]:
 
 
 def _directory_text(each: dict[str, Any]) -> str:
-    kind = f"{each['file_system'] or 'unknown'}{'' if each['exists'] else ', to be made'}"
+    kind = f"{each['file_system'] or 'unknown'}{'' if each['exists'] else ', to be created'}"
     writable = "writable" if each["is_writable"] else "not writable"
     return f"{each['name']}: {each['path']} ({kind}), {format_bytes(each['free'])} free, {writable}"

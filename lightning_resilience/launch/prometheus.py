@@ -30,11 +30,11 @@ def checked_target(text: str) -> str:
         ValueError: If it is neither, or what it takes is not installed.
     """
     if importlib.util.find_spec("prometheus_client") is None:
-        raise ValueError("it takes prometheus_client: pip install 'lightning-resilience[metrics]'")
+        raise ValueError("it requires prometheus_client: pip install 'lightning-resilience[metrics]'")
     if _ENDPOINT.fullmatch(text):
         return text
     if not text.endswith(".prom"):
-        raise ValueError(f"{text!r} is neither a file that ends in .prom, as node_exporter reads, nor HOST:PORT")
+        raise ValueError(f"{text!r} is neither a file for node_exporter, which ends in .prom, nor HOST:PORT")
     return os.path.abspath(os.path.expanduser(text))
 
 

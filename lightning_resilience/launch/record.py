@@ -231,7 +231,7 @@ class LaunchRecord:
                 return False  # it has ended meanwhile
             if seen.content and seen.content != found.content:
                 if found.content:
-                    raise InUse(f"{seen} runs {self._folder.parent} already: its record moves")
+                    raise InUse(f"{seen} runs {self._folder.parent} already: its record is still being updated")
                 return False  # only now can it be read
         return True
 
@@ -296,7 +296,7 @@ class LaunchRecord:
         with suppress(OSError):
             self._look()
         if self._taken_over_by is not None:
-            raise TakenOver(f"{self._taken_over_by} has taken {self._folder.parent} over, and goes on with the run")
+            raise TakenOver(f"{self._taken_over_by} has taken over {self._folder.parent} and continues the run")
 
     def release(self) -> None:
         """Gives the role back."""

@@ -1,4 +1,4 @@
-"""The process of a launch that shows what its workers write, where the launch writes, and keeps it in the run's logs.
+"""The process of a launch that shows the output of its workers where the launch writes and keeps it in the run's logs.
 
 It is in a session of its own: neither Ctrl-C nor Ctrl-Z reaches it, and it outlives a launcher that is killed. Ranks
 write into files (see :mod:`~lightning_resilience.launch.rank_output`), from which it reads; who has a terminal writes
@@ -195,7 +195,9 @@ class Relay:
             with suppress(OSError), open(path, "rb") as file:
                 file.seek(max(0, os.fstat(file.fileno()).st_size - _LEFT_BYTES))
                 kept.write(file.read().strip(b"\0").rstrip(b"\n") + b"\n")  # a hole is what had been read
-        log_line(f"Who shows the output was killed; the end of what ranks have written is in {kept.path}.", True)
+        log_line(
+            f"The process that displays worker output was killed; the tail of that output is in {kept.path}.", True
+        )
 
     def show_line(self, line: str) -> bool:
         """A line of this process's own; whether it is on its way."""

@@ -264,7 +264,7 @@ def _advice(found: Advice, goodput: Goodput) -> dict[str, Any]:
 
 def _what_if(figures: RunFigures | None, goodput: Goodput, what_if: str) -> dict[str, Any]:
     if figures is None:
-        raise ValueError("the run has done no step yet of which the time is known")
+        raise ValueError("the run has not done a step with a known time yet")
     found = predict(figures, what_if)
     return {
         "settings": found.changes,
@@ -302,7 +302,7 @@ def extent(found: dict[str, Any]) -> str:
     ranks = found["ranks"]
     of = f"{ranks} rank{'s' * (ranks > 1)} x {duration(found['rank_seconds'] / ranks)}"
     idle, absent = found["categories"]["idle"] / ranks, found["absent_rank_seconds"]
-    left_out = [f"{duration(idle)} in which nothing ran it"] * (idle >= 1)
+    left_out = [f"{duration(idle)} in which no launch ran"] * (idle >= 1)
     left_out += [f"{duration(absent)} of ranks that were absent"] * (absent >= 1)
     return f"{of}, without {' and '.join(left_out)}" if left_out else of
 
@@ -340,8 +340,8 @@ def left_out(found: dict[str, Any]) -> list[str]:
     batches, lines = found["left_out_batches"], found["skipped_lines"]
     sentences = [f"{batches} batch{'es' * (batches > 1)} of absent ranks were left out."] * bool(batches)
     if lines:
-        are = "line of the ledger is no event" if lines == 1 else "lines of the ledger are no events"
-        sentences.append(f"{lines} {are} (torn by a kill, damaged, or of another version) and left out here.")
+        are = "line of the ledger is not an event" if lines == 1 else "lines of the ledger are not events"
+        sentences.append(f"{lines} {are} (torn by a kill, damaged, or of another version) and ignored here.")
     return sentences
 
 
@@ -448,7 +448,7 @@ def _advised(found: dict[str, Any]) -> list[str]:
     lines = [line for each in found["advice"] for line in (f"Advice: {sentence(each)}", f"        {gain(each)}")]
     return [
         "",
-        *(lines or ["Nothing to advise: no setting is known that would have saved half a percent of the time."]),
+        *(lines or ["No advice: no known setting would have saved half a percent of the time."]),
     ]
 
 

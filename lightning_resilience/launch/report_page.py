@@ -238,7 +238,7 @@ def _advice(found: Mapping[str, Any]) -> Iterator[str]:
     large = max(sum(each["share"] >= _LARGE_GAIN for each in found["advice"]), 1)
     yield f"<section><h2>What to change</h2><ul>{''.join(lines[:large])}</ul>"
     if smaller := lines[large:]:
-        yield f"<details><summary>{len(smaller)} that would have gained less</summary>"
+        yield f"<details><summary>{len(smaller)} with a smaller gain</summary>"
         yield f"<ul>{''.join(smaller)}</ul></details>"
     yield "</section>"
 
@@ -478,7 +478,7 @@ def _strip(run: RunReport, axis: Axis) -> Iterator[str]:
     yield from _marks(run.content, axis)
     yield f"</div></div>{_time_labels(axis)}"
     yield from _legend(run.content)
-    yield "<p class='note'>Height is the share of a node's ranks, in steps that of the time. "
+    yield "<p class='note'>Height is the share of a node's ranks; within steps, the share of the time. "
     yield "Within a process the order is schematic: its start first, then its steps.</p></section>"
 
 
@@ -554,7 +554,7 @@ def _losses(run: RunReport) -> Iterator[str]:
     yield "</tbody></table></div>"
     if more := lines[_OPEN_LOSSES:]:
         yield f"<details><summary>{len(more)} more</summary>{table}{''.join(more)}</tbody></table></div></details>"
-    yield f"{f'<p>And {percent(rest / active)} in smaller ones.</p>' if rest else ''}</section>"
+    yield f"{f'<p>Another {percent(rest / active)} in smaller losses.</p>' if rest else ''}</section>"
 
 
 def _where(nodes: Mapping[str, float], total: float) -> str:
@@ -666,7 +666,7 @@ def _steps(run: RunReport, axis: Axis) -> Iterator[str]:
     yield "</div></div>"
     yield from _saves(run, axis)
     yield f"{_time_labels(axis)}<dl class='legend'><div>"
-    words = {"new": "new steps", "again": "steps done again", "back": "where it went on"}
+    words = {"new": "new steps", "again": "steps done again", "back": "where it resumed"}
     keys = [(f"steps {name}", "M0 5h20", words[name]) for name in shapes]
     keys += [(f"dot {name}", "M10 5h0", _DOTS[name][0]) for name in dict.fromkeys(each[0] for each in dots)]
     for kind, path, text in keys:
@@ -782,7 +782,7 @@ def _stories(run: RunReport, folder: Path) -> Iterator[str]:
     links = _diagnoses(run, folder)
     yield "<section><h2>Interruptions</h2>"
     if len(every) > _MAX_INTERRUPTIONS:
-        yield f"<p>The {_MAX_INTERRUPTIONS} that have cost most, of {len(every)}.</p>"
+        yield f"<p>The {_MAX_INTERRUPTIONS} with the highest cost, of {len(every)}.</p>"
     if (restarts := found["restarts"]) is not None:
         phases = [(name, seconds / found["ranks"]) for name, seconds in restarts["median"].items() if seconds]
         spans = " ".join(f"<span>{name.replace('_', ' ')} {duration(seconds)}</span>" for name, seconds in phases)

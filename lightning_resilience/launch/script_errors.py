@@ -126,8 +126,8 @@ def past_max_epochs(trainer: Any) -> str | None:
     if not (isinstance(epoch, Real) and isinstance(most, Real) and 0 <= float(most) < float(epoch)):  # also NumPy's
         return None
     return (
-        f"the script goes on from a checkpoint of epoch {epoch}, and its Trainer ends at max_epochs={most}: raise it, "
-        "or give another run another directory (--run-dir, run_dir=)"
+        f"the script resumes from a checkpoint of epoch {epoch}, but its Trainer ends at max_epochs={most}: raise it, "
+        "or give a new run its own directory (--run-dir, run_dir=)"
     )
 
 
@@ -142,9 +142,9 @@ def _wrong_world_size(error: BaseException) -> str | None:
         return None
     devices, nodes = called[-1]["num_devices"], called[-1]["num_nodes"]
     return (
-        f"the script makes a Trainer(devices={devices}, num_nodes={nodes}), and launch has made a world of "
-        f"{os.environ.get('WORLD_SIZE')}: give launch --nproc-per-node {devices} --nnodes {nodes}, or the Trainer "
-        "other numbers"
+        f"the script makes a Trainer(devices={devices}, num_nodes={nodes}), but launch has started a world of "
+        f"{os.environ.get('WORLD_SIZE')}: give launch --nproc-per-node {devices} --nnodes {nodes}, or change these "
+        "numbers of the Trainer"
     )
 
 

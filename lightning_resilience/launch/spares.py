@@ -240,7 +240,7 @@ class Workers:
             for rank in ranks:
                 self._standstill.end(rank)
             if any(each.is_warm and each.start not in have_trained for each in workers):
-                self.make_no_more("workers that were spares have ended before they trained")
+                self.make_no_more("workers started from spares ended before they trained")
 
     def tell(self, rank: int, kind: str, **fields: Any) -> None:
         """Sends a worker a message.
@@ -277,7 +277,7 @@ class Workers:
     ) -> bool:
         try:
             if spare.becomes(args, env, stdout, stderr):
-                self._log(f"the spare of local rank {rank} takes its place")
+                self._log(f"the spare of local rank {rank} replaces it")
                 return True
             self._log(f"the spare of local rank {rank} is not used")
         except Exception as error:
@@ -323,7 +323,7 @@ class Workers:
                 self.spares.pop(rank).dismiss()
             elif spare.memory * count > _MEMORY_SHARE * (free := memory_left().nbytes):
                 needed = f"{spare.memory * count >> 20} MB for {count} spares"
-                self.make_no_more(f"{needed} are more than {_MEMORY_SHARE:.0%} of the {free >> 20} MB that are free")
+                self.make_no_more(f"{needed} are more than {_MEMORY_SHARE:.0%} of the {free >> 20} MB of free memory")
             else:
                 self._log(f"the spare of local rank {rank} is ready, with {spare.memory >> 20} MB of its own")
 

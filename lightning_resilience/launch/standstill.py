@@ -1,4 +1,4 @@
-"""Imports that nobody waits for stand still while the ranks of a node go back to their fit: they need the same cores.
+"""Pauses imports that no rank waits for while the ranks of a node return to their fit: both need the same cores.
 
 Spare processes import, and so do newcomers on their way (:mod:`~lightning_resilience.launch.newcomers`): some seconds
 of CPU time, of which a step would come later on a node with few cores. The launcher has a gate, a pipe that holds a

@@ -99,7 +99,7 @@ def _rank_of_hang(each: RankEvidence, finding: tuple[str, Finding] | None) -> di
 
 def _ranks_of_hang(folder: Path, ranks: Sequence[dict[str, Any]], damage: str | None) -> list[str]:
     if damage is not None:
-        return [f"What is in {folder} is damaged ({damage})."]
+        return [f"The files in {folder} are damaged ({damage})."]
     rows = [
         [
             *(str(each[name]) for name in ("rank", "node", "pid", "state", "section", "step")),

@@ -149,7 +149,7 @@ def main() -> None:
             elif said.status == "failed":
                 unfinished.append(f"{fit.path.name} had not finished (step {said.step}: {said.reason})")
     if unfinished and outcome.status == "finished":
-        what = f"although {' and '.join(unfinished)}; the same command goes on from there"
+        what = f"although {' and '.join(unfinished)}; the same command continues from there"
         outcome = Outcome("finished", f"{outcome.reason}, {what}")
     _record_end(run_directory, ledger, outcome, fault, command)
     if outcome.status == "failed":

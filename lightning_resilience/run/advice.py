@@ -27,13 +27,13 @@ _LOCAL_EVERY = "30s"
 _HANG_FACTOR = 5  # as calculated timeouts are
 _LEAST_HANG_LIMIT_S = 30.0
 _START_HINTS = {
-    "imports": "importing takes {each} of every start: keep the Python environment on storage of the nodes",
+    "imports": "importing takes {each} of every start: keep the Python environment on node-local storage",
     "first_step": "the first step takes {each} of every start: keep compiled kernels in a cache that outlives the job",
     "setup": "setting up takes {each} of every start: look at what the script and its process groups do there",
     "script": "the script takes {each} of every start before fit: prepare data once, and not in every process",
     "restore": "loading a checkpoint takes {each} of every restart: use local checkpoints, or faster storage",
-    "fast_forward": "finding the place in the data takes {each} of every restart: use a data loader that jumps, or "
-    "launch with --read-again if-changed",
+    "fast_forward": "finding the place in the data takes {each} of every restart: use a data loader that can jump to "
+    "it, or launch with --read-again if-changed",
 }
 
 
@@ -130,16 +130,14 @@ def _round(seconds: float) -> float:
 
 def _local(figures: RunFigures, recorded: Replayed) -> Iterator[Advice]:
     if figures.local_saves is not None:
-        text = "save no more to the nodes: that costs more than it has saved"
+        text = "stop saving to the nodes: that costs more time than it has saved"
         yield _gain(text, recorded, replay(changed(figures, {"local": "off"})), "local=off")
         if figures.local_saves.first_steps is None:
-            text = "leave it to LocalCheckpoint how often it saves (no every_n_train_steps, no train_time_interval)"
+            text = "let LocalCheckpoint choose how often it saves (no every_n_train_steps, no train_time_interval)"
             yield _gain(text, recorded, replay(changed(figures, {"local": "auto"})), "local=auto")
     elif figures.strikes:
         every = f"local={_LOCAL_EVERY}"
-        text = (
-            "save to the nodes too (LocalCheckpoint), for example every 30 s: less is done again after an interruption"
-        )
+        text = "save to the nodes too (LocalCheckpoint), for example every 30 s: interruptions then repeat fewer steps"
         yield _gain(text, recorded, replay(changed(figures, {"local": _LOCAL_EVERY})), every)
 
 
@@ -151,8 +149,8 @@ def _grace(figures: RunFigures, recorded: Replayed) -> Iterator[Advice]:
         saved = [replace(each, is_orderly=True, lost_steps=0.0) if each in late else each for each in figures.strikes]
         took_s = max(figures.saves.write_s, figures.saves.blocked_s)
         text = (
-            f"give a preempted run more time: {_times(len(late))} it ended before its state was saved, which takes "
-            f"{duration(took_s)} (--grace-period, and the notice of the scheduler)"
+            f"give a preempted run more time: {_times(len(late))} it ended before its state was saved, and a save "
+            f"takes {duration(took_s)} (--grace-period, and the notice of the scheduler)"
         )
         yield _gain(text, recorded, replay(replace(figures, strikes=saved)))
 
@@ -165,7 +163,7 @@ def _spares(figures: RunFigures, recorded: Replayed) -> Iterator[Advice]:
     if any(waited):
         times = sum(map(bool, waited))
         text = (
-            f"keep spare nodes (launch --spare): the queue was waited in {_times(times)}, for {duration(sum(waited))}"
+            f"keep spare nodes (launch --spare): the run waited in a queue {_times(times)}, for {duration(sum(waited))}"
         )
         yield _gain(text, recorded, replay(changed(figures, {"spares": "on"})), "spares=on")
 
@@ -215,8 +213,8 @@ def _after_giving_up(events: Iterable[Event], found: Goodput) -> Iterator[Advice
     if times and found.ranks:
         wall_s = found.total / found.ranks
         text = (
-            f"allow more restarts (--in-job-restarts, --job-retries): the budget was spent {_times(times)}, "
-            f"and nobody started the run again for {duration(idle_s)}"
+            f"allow more restarts (--in-job-restarts, --job-retries): the budget was spent {_times(times)}, and the "
+            f"run was not started again for {duration(idle_s)}"
         )
         yield Advice(text, idle_s, idle_s / wall_s, 0.0)
 
@@ -236,8 +234,8 @@ def _stragglers(events: Iterable[Event], found: Goodput) -> Iterator[Advice]:
     named = Counter(device for event in reports for device in event.devices or ())
     names = ", ".join(name for name, _ in named.most_common(3))
     text = (
-        f"exclude or repair what is slow (StragglerDetection stops for it): {len(reports)} reports name devices with "
-        f"{score:.0%} of their speed, most often {names or 'none by name'}"
+        f"exclude or repair slow devices (StragglerDetection can stop the run for this): {len(reports)} reports name "
+        f"devices with {score:.0%} of their speed, most often {names or 'none by name'}"
     )
     yield Advice(text, saved_s, saved_s / active_s, 0.0, is_bound=True)
 

@@ -1,4 +1,4 @@
-"""Times that bound waits, in seconds; ``tests/test_deadlines.py`` holds how they must fit each other. No torch.
+"""Times that bound waits, in seconds; ``tests/test_deadlines.py`` checks how they must relate. No torch.
 
 After SIGTERM the workers have the grace period. The elastic launcher ends what is left ``TERM_MARGIN_S`` later, and the
 launch ends both ``KILL_MARGIN_S`` after the grace period.

@@ -224,7 +224,7 @@ class LaunchExit(Event, name="exit"):
     status: Status | None
     exit_code: ExitCode | None
     reason: Reason | None
-    new_job: Annotated[bool, "whether the run is to be started again in a new job"] | None = None
+    new_job: Annotated[bool, "whether the run must be started again in a new job"] | None = None
 
 
 class AllocationStart(Event, name="slice_start"):
@@ -289,7 +289,7 @@ class RanksReplaced(Event, name="replaced"):
 
     ranks: Ranks | None
     kept: Annotated[int, "how many ranks keep their processes"] | None
-    members: Annotated[list[int], "ranks that go on, as they were numbered at first"] | None = None
+    members: Annotated[list[int], "ranks that continue, by their original numbers"] | None = None
     elastic_run_id: ElasticRunId | None
     restart_count: RestartCount | None
     reason: Reason | None
@@ -300,7 +300,7 @@ class Fault(Event, name="fault"):
 
     kind: Annotated[str, "class of the exception, `hang` or `died`"] | None = None
     place: Annotated[str, "the innermost line of the user's code: `train.py:80`"] | None = None
-    mistake: Annotated[str, "`code` or `file`: a mistake in the script, no failure of a machine"] | None = None
+    mistake: Annotated[str, "`code` or `file`: a mistake in the script, not a failure of a machine"] | None = None
     fit: Fit | None = None
     step: Step | None = None
     reason: Reason | None
@@ -357,9 +357,9 @@ class TimeSpent(Event, name="time_spent"):
     world_size: Annotated[int, "ranks of all nodes"] | None
     ranks: Ranks | None
     began: Annotated[list[float], "starts of the processes, seconds since the epoch"] | None
-    since: Annotated[list[float], "when they went on to what they did last, seconds since the epoch"] | None
+    since: Annotated[list[float], "when they began their last activity, seconds since the epoch"] | None
     ended: Annotated[list[float], "ends of the processes or fits, seconds since the epoch"] | None
-    doing: Annotated[list[str], "what they did last"] | None
+    doing: Annotated[list[str], "their last activity"] | None
     seconds: Annotated[dict[str, Any], "seconds by category until `since`, each a list by rank"] | None
     reached: Annotated[int, "the furthest `trainer.global_step` of the last fit"] | None
     killed: Annotated[bool, "whether they were killed, and the next start has recorded it"] | None = None
@@ -406,12 +406,12 @@ class Saved(_AtStep, name="saved"):
 
     path: CheckpointName | None = None
     seconds: Annotated[float, "duration of the save, s"] | None
-    reason: Annotated[str, "what has asked for it"] | None
+    reason: Annotated[str, "what requested it"] | None
     tier: Tier | None
     generation: Generation | None = None
     count: Annotated[int, "local saves since the last such event"] | None = None
     stall_s: Annotated[float, "how long the training waited for the save, s"] | None = None
-    skipped: Annotated[int, "local saves skipped so far, since the one before was not over"] | None = None
+    skipped: Annotated[int, "local saves skipped so far because the previous one was not finished"] | None = None
     failed: Annotated[int, "local saves failed so far"] | None = None
     every_s: Annotated[float, "the chosen time between two local saves, after the first ones, s"] | None = None
 
@@ -494,7 +494,7 @@ class BadStep(Event, name="bad_step"):
     fit: Fit | None
     step: Annotated[int, "`trainer.global_step` before the step"] | None
     epoch: Annotated[int, "epoch, from 0"] | None
-    batches: Annotated[list[int], "first batch of the step and the one after its last, in the epoch"] | None
+    batches: Annotated[list[int], "first batch of the step and the batch after its last one, in the epoch"] | None
     reason: Reason | None
     skipped: Annotated[bool, "whether the optimizer step was skipped"] | None
     samples: Annotated[list[int], "indices of the samples in the data set, where known"] | None
@@ -531,7 +531,7 @@ class DivergenceFound(_AtStep, name="divergence"):
 class BatchesLeftOut(_AtStep, name="batches_left_out"):
     """A process group ends, or the fit, that has left out batches of absent ranks. Recorded by rank 0."""
 
-    left_out: Annotated[int, "batches of all absent ranks since the begin of the fit"] | None
+    left_out: Annotated[int, "batches of all absent ranks since the beginning of the fit"] | None
 
 
 class Stragglers(_AtStep, name="stragglers"):
@@ -540,7 +540,7 @@ class Stragglers(_AtStep, name="stragglers"):
     ranks: Ranks | None
     devices: Devices | None
     reason: Reason | None
-    slowest: Annotated[int, "the rank that the others wait for"] | None = None
+    slowest: Annotated[int, "the rank that the other ranks wait for"] | None = None
     waited: Annotated[float, "how long each rank not named has waited for it since the report before, s"] | None = None
 
 
@@ -555,7 +555,7 @@ class StragglerStop(_AtStep, name="straggler_stop"):
 class StragglersReplaced(_AtStep, name="stragglers_replaced"):
     """Slow ranks end behind the next step, so that they are replaced while the others keep their processes."""
 
-    ranks: Annotated[list[int], "ranks, as they were numbered at first"] | None
+    ranks: Annotated[list[int], "ranks, by their original numbers"] | None
     devices: Annotated[list[str], "the device of each"] | None
     reason: Reason | None
 

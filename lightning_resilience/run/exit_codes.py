@@ -30,11 +30,11 @@ INTERRUPTED = 75
 
 OF_LAUNCH = {
     FINISHED: "the run has finished",
-    INTERRUPTED: "interrupted (SIGTERM, SIGINT, SIGHUP, SIGUSR1, SIGUSR2), or the first of several nodes is gone; the "
+    INTERRUPTED: "interrupted (SIGTERM, SIGINT, SIGHUP, SIGUSR1, SIGUSR2), or the first of several nodes is lost; the "
     "same command resumes the run",
-    FAILED: "failed: the budget is spent, the launch could not begin, or another has taken the run over; the last line "
-    "says which and why",
-    TRY_ELSEWHERE: "failed, and a bad step is to be tried on other devices (NaNGuard with a rerun)",
+    FAILED: "failed: the budget is spent, the launch could not begin, or another launch has taken over the run; the "
+    "last line gives the reason",
+    TRY_ELSEWHERE: "failed, and a bad step must be retried on other devices (NaNGuard with a rerun)",
     RERUN_FAILED: "failed: a bad step was tried again, on other devices or from an older checkpoint, and is still bad",
 }
 """What each exit code of ``launch`` means."""
@@ -44,8 +44,8 @@ BATCH_JOB = {
     f"{INTERRUPTED}: a preemption, the time limit, or a signal": "is requeued; this costs no job retry",
     f"{INTERRUPTED}: its restarts are used up, and a job retry is left": "is requeued: a retry is a new job, perhaps "
     "on other nodes",
-    f"{FAILED}, {USAGE}, {TRY_ELSEWHERE}, {RERUN_FAILED}: failed or refused": "ends with that (`FAILED`), with the "
-    "reason in its output",
+    f"{FAILED}, {USAGE}, {TRY_ELSEWHERE}, {RERUN_FAILED}: failed or refused": "ends with the same code (`FAILED`), "
+    "with the reason in its output",
     "nothing: it was killed, or a node was lost": "is requeued",
     "anything, after a manual `scancel`": "stays `CANCELLED`",
 }

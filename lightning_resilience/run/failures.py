@@ -298,7 +298,7 @@ class RepeatedMistake:
         groups.add(self._group)
         is_mistake = fault.mistake == "code" or (fault.mistake == "file" and not self._has_begun)
         if reason == REFUSED_ARGUMENTS:
-            self.verdict = f"{reason}, which says that it was called in a wrong way"
+            self.verdict = f"{reason}, which means that it was called with wrong arguments"
         elif len(groups) > 1 and is_mistake:
             where = f" ({fault.place})" if fault.place else ""
             self.verdict = f"{reason}{where}, twice with no step between"

@@ -1,4 +1,4 @@
-"""What a ledger says about a run. The ledger is folded here, and nowhere else.
+"""What a ledger records about a run. Only this module folds the ledger.
 
 :class:`History` takes events one by one, so a run that is followed is folded once; :class:`LiveHistory` does that. The
 budget, the reports, the launcher, the workers, the scheduler's batch step and the fits ask it.
@@ -490,7 +490,7 @@ _TROUBLES = {
     "save_failed": ("{} save failed", "{} saves failed"),
     "save_refused": ("{} state was not fit to be saved", "{} states were not fit to be saved"),
     "bad_step": ("{} step was bad", "{} steps were bad"),
-    "rollback": ("the run went back {} time", "the run went back {} times"),
+    "rollback": ("the run rolled back {} time", "the run rolled back {} times"),
     "quarantined": ("{} checkpoint was set aside", "{} checkpoints were set aside"),
 }
 

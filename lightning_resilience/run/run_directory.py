@@ -273,7 +273,7 @@ class RunDirectory:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         if "://" in os.fspath(path):
             raise ValueError(
-                f"{os.fspath(path)} is no folder: a run directory is on a file system that all nodes have mounted. "
+                f"{os.fspath(path)} is not a folder: a run directory is on a file system that all nodes have mounted. "
                 "Give one as run_dir."
             )
         self.path = Path(path).expanduser().absolute()
@@ -428,13 +428,13 @@ class RunDirectory:
         claim = self.path / f"copy-of-{copied}.json"
         if create_json(claim, {"id": uuid.uuid4().hex[:16], "copied_from": place.get("path")}):
             log.warning(
-                "%s is a copy of the run in %s: it gets an identity of its own, and goes on from the checkpoints in "
-                "it. Local checkpoints and the W&B run are the other's.",
+                "%s is a copy of the run in %s. It gets its own identity and continues from the checkpoints in it. "
+                "Local checkpoints and the W&B run stay with the original.",
                 self.path,
                 place.get("path"),
             )
         if (own := _identity(load_json(claim))) is None:
-            raise OSError(errno.EIO, "it cannot be read which name this copy of a run has", os.fspath(claim))
+            raise OSError(errno.EIO, "the name of this copy of a run cannot be read", os.fspath(claim))
         # What processes have said about themselves, they have said of the other directory.
         copied_at_ns = claim.stat().st_mtime_ns
         for path in [self._trainer, *(self.path / "launches").glob("*.json")]:
@@ -484,7 +484,7 @@ class RunDirectory:
             OSError: If it cannot be read whose the run is. That says nothing about anybody's claim.
         """
         if (owner := self.attempt) is None:
-            raise OSError(errno.EIO, "it cannot be read which attempt owns this run", os.fspath(self._attempt))
+            raise OSError(errno.EIO, "the attempt that owns this run cannot be read", os.fspath(self._attempt))
         if owner != token:
             raise StaleAttempt(
                 f"this process belongs to attempt {token[:8]} of {self.path}, which attempt {str(owner)[:8]} has taken "

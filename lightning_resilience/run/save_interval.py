@@ -1,4 +1,4 @@
-"""How often to save to the nodes: as loses the least time, and more often after a start. No torch, no Lightning."""
+"""How often to save to the nodes: so that least time is lost, and more often after a start. No torch, no Lightning."""
 
 from __future__ import annotations
 

@@ -74,14 +74,14 @@ def parse(text: str) -> dict[str, str]:
         name, _, value = part.partition("=")
         if name not in SETTINGS:
             near = difflib.get_close_matches(name, SETTINGS, 1)
-            hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(SETTINGS)}"
+            hint = f"did you mean {near[0]}?" if near else f"choose one of {', '.join(SETTINGS)}"
             raise ValueError(f"there is no setting {name!r}; {hint}")
         if name in found:
             raise ValueError(f"{name} is given twice")
         SETTINGS[name].read(name, value)
         found[name] = value
     if not found:
-        raise ValueError(f"nothing is changed; there are {', '.join(SETTINGS)}")
+        raise ValueError(f"nothing is changed; choose from {', '.join(SETTINGS)}")
     return found
 
 
@@ -176,7 +176,7 @@ def _restart(figures: RunFigures, amount: Amount) -> RunFigures:
 
 def _hang_limit(figures: RunFigures, amount: Amount) -> RunFigures:
     if all(each.limit_s is None for each in figures.interruptions):
-        raise ValueError("hang_limit: in no step the run has hung")
+        raise ValueError("hang_limit: the run has not hung in any step")
 
     def change(strike: Strike) -> Mapping[str, float]:
         if strike.limit_s is None:
@@ -189,7 +189,7 @@ def _hang_limit(figures: RunFigures, amount: Amount) -> RunFigures:
 
 def _spares(figures: RunFigures, amount: Amount) -> RunFigures:
     if all(not each.seconds.get("queue") for each in figures.interruptions):
-        raise ValueError("spares: after no interruption the run has waited in a queue")
+        raise ValueError("spares: the run has not waited in a queue after any interruption")
     return _of_interruptions(figures, lambda strike: {**strike.seconds, "queue": 0.0})
 
 
@@ -206,7 +206,7 @@ def _mtbf(figures: RunFigures, amount: Amount) -> RunFigures:
 def _ranks(figures: RunFigures, amount: Amount) -> RunFigures:
     before_s = figures.recorded_mtbf_s if figures.mtbf_s is None else figures.mtbf_s
     if before_s is None:
-        raise ValueError("ranks: it says how often the run is interrupted, and it was not; give mtbf too")
+        raise ValueError("ranks: it changes how often the run is interrupted, but the run was not; give mtbf too")
     return _mtbf(figures, Amount(before_s * figures.ranks / amount.number, "s"))
 
 
@@ -245,7 +245,7 @@ class Setting(NamedTuple):
             if not unit and "number" in self.units:
                 return Amount(float(found[1]), "number")
         spellings = " or ".join(SPELLINGS[each] for each in self.units)
-        raise ValueError(f"{name}={value} is none of what it can be: {spellings}")
+        raise ValueError(f"{name}={value} is not valid; it can be: {spellings}")
 
 
 _MAY_BE_ZERO = ("save_cost", "restart")

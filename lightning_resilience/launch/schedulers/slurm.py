@@ -1,4 +1,4 @@
-"""All that the launcher knows about Slurm: the facts of a job, the commands, and the batch script.
+"""Everything that the launcher knows about Slurm: the facts of a job, the commands, and the batch script.
 
 Slurm keeps id, options and priority of a requeued job. It changes the list of excluded nodes of a pending job only. A
 job is pending as soon as Slurm has agreed to requeue it, and its processes live for some time after that.
@@ -332,9 +332,11 @@ class Slurm(Scheduler):
                 check=False,
             )
         except FileNotFoundError:
-            raise OSError("there is no sbatch here; submit the script on a node of the cluster") from None
+            raise OSError("sbatch was not found; submit the script on a node of the cluster") from None
         except subprocess.TimeoutExpired:
-            raise OSError("sbatch has not answered within 2 minutes; squeue says whether it got the job") from None
+            raise OSError(
+                "sbatch has not answered within 2 minutes; squeue shows whether it received the job"
+            ) from None
         if done.returncode != 0:
             raise OSError(f"sbatch has refused {script}: {done.stderr.strip()}")
         return done.stdout.strip().partition(";")[0]
@@ -427,14 +429,12 @@ class BatchScript:
         for option in self.sbatch:
             name = _OPTION_NAME.match(option)
             if name is None:
-                raise ValueError(f"--sbatch {option!r} is no option: give it as --sbatch=--name=value")
+                raise ValueError(f"--sbatch {option!r} is not an option: give it as --sbatch=--name=value")
             given = name["long"] or name["short"]
             if given in _OWN_OPTIONS or (
                 len(given) > 1 and any(own.startswith(given) for own in _OWN_OPTIONS)
             ):  # sbatch takes both
-                raise ValueError(
-                    f"--sbatch={option}: {name[0]} is given by this command itself, or it would not work with it"
-                )
+                raise ValueError(f"--sbatch={option}: {name[0]} is set by this command or does not work with it")
         texts = (self.job_name, str(self.run_dir), str(self.directory), self.account, self.partition, *self.sbatch)
         for text in filter(None, texts):
             if "\n" in text or '"' in text or "\\" in text:
@@ -451,15 +451,17 @@ class BatchScript:
         """The text of the script."""
         lines = [
             "#!/bin/bash",
-            f"# Made by lightning-resilience {__version__}. For sbatch. Submitted again, it goes on with the run.",
+            f"# Made by lightning-resilience {__version__}. For sbatch. Submitted again, it continues the run.",
             *(f"#SBATCH {option}" for option in self._options()),
             "",
         ]
         if self.env_setup:
             lines += [*self.env_setup, ""]
         lines += [
-            "# Starts `lightning-resilience launch` on every node. When that has ended, it ends or requeues this job.",
-            "# exec: SIGTERM must reach this program, which waits until all have saved, and no shell, which would end.",
+            "# Starts `lightning-resilience launch` on every node. When the launch has ended, it ends or requeues "
+            "this job.",
+            "# exec: SIGTERM must reach this program, which waits until all ranks have saved, not a shell, which "
+            "would end.",
         ]
         begin = [shlex.quote(self.python), "-m", "lightning_resilience.launch.batch_job"]
         own = [f"--run-dir={self.run_dir}", f"--max-requeues={self.max_requeues}", f"--lead={self.preempt_time_s}"]
@@ -539,7 +541,7 @@ def seconds_of(time: str) -> int | None:
         return None
     match = re.fullmatch(r"(?:(?P<days>\d+)-)?(?P<rest>\d+(?::\d+){0,2})", time)
     if match is None:
-        raise ValueError(f"--time {time!r} is no time limit of Slurm's; write it as hours:minutes:seconds")
+        raise ValueError(f"--time {time!r} is not a Slurm time limit; write it as hours:minutes:seconds")
     numbers = [int(number) for number in match["rest"].split(":")]
     if match["days"] is not None:
         hours, minutes, seconds = [*numbers, 0, 0][:3]
@@ -568,7 +570,7 @@ exit "$code"
 """
 
 _REQUEUE_TRAP = """\
-# lightning-resilience: the job is ended or requeued by what the launch on the first node has written here.
+# lightning-resilience: what the launch on the first node writes here decides whether the job ends or is requeued.
 resilience_verdict={verdict}
 rm -f "$resilience_verdict"
 export {head_variable}="${{{head_node_ip}%% *}}"
@@ -580,7 +582,7 @@ resilience_end() {{
     verdict=$(cat "$resilience_verdict" 2> /dev/null)
     if [ -n "$verdict" ]; then rm -f "$resilience_verdict.tries"; fi
     case $verdict in
-        {interrupted}) why='interrupted, or to be retried in a new job' ;;
+        {interrupted}) why='interrupted, or must be retried in a new job' ;;
         begun | 12[89] | 1[3-9][0-9] | 2[0-9][0-9]) why='the launch was killed' ;;
         '')
             echo x >> "$resilience_verdict.tries"
