@@ -84,7 +84,7 @@ def hooks_of(module: torch.nn.Module) -> Counter[str]:
     found = Counter[str]()
     for name, each in (*module.named_modules(), *module.named_parameters()):
         for kind, hooks in (vars(each) | {kind: getattr(each, kind, None) for kind in _OF_PARAMETERS}).items():
-            if kind.endswith("_hooks") and isinstance(hooks, dict):
+            if "hooks" in kind and isinstance(hooks, dict):
                 found[name] += sum(not _module_of(hook).startswith(_KNOWN) for hook in hooks.values())
     return +found
 

@@ -72,6 +72,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from torch.distributed import DistError
 
 from lightning_resilience.agreement_protocol import PeerLost
@@ -1086,7 +1087,7 @@ class Simulation:
         trainer.num_nodes = 1
         run = SimpleNamespace(check_owner=self.check_owner, is_claimed_by_sibling=lambda: True)
         fit: Any = SimpleNamespace(trainer=trainer, rank=rank, nonce=nonce, token=token, run=run, saves_paused=False)
-        fit.module, fit.rank_0_may_go_ahead, fit.replicas_differ = None, False, False
+        fit.module, fit.rank_0_may_go_ahead, fit.replicas_differ = torch.nn.Module(), False, False
         fit.steps_counted = 0
         fit.gather = lambda value: [*self.collective(process, "leaving", value).values()]
         fit.saving, fit.check_owner = nullcontext, lambda: FitContext.check_owner(fit)

@@ -612,7 +612,7 @@ def test_what_cannot_be_saved_does_not_end_the_training(
     witness = Witness(monkeypatch)
     assert fit(witness, tmp_path, Module(net)).global_step == 6
     assert not witness.published
-    assert caplog.text.count("odd cannot be kept") == 1
+    assert caplog.text.count("odd cannot be saved") == 1
 
 
 # -- without a Trainer -------------------------------------------------------------------------------------------------

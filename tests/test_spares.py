@@ -227,7 +227,7 @@ def test_what_is_not_what_it_was_is_not_used(script: Script, monkeypatch: pytest
 
     assert problem() is None
     monkeypatch.setenv("SPARES_PLUGIN", "/")
-    assert "plugin, which is not installed" in str(problem())
+    assert "plugin, which is not an installed package" in str(problem())
     monkeypatch.setenv("SPARES_PLUGIN", "/none")
     script.package("library", "import torch; torch.rand(1)")
     assert "random numbers" in str(problem())

@@ -259,9 +259,10 @@ class Replaceability(Participant):
         if self._line is None:
             return
         trainer, is_first = self._fit.trainer, self._line.generation == 0
-        before = _hooks_at_first.setdefault(trainer.lightning_module, hooks := hooks_of(trainer.lightning_module))
+        module, hooks = self._fit.module, hooks_of(self._fit.module)
+        before = _hooks_at_first.setdefault(module, hooks)
         if hooks != before:  # it would compute something else than the ranks that are new
-            where = min((hooks - before) + (before - hooks)) or type(trainer.lightning_module).__name__
+            where = min((hooks - before) + (before - hooks)) or type(module).__name__
             _end_refused(self._line, f"entering the fit again has changed how many hooks {where} has")
         asked = trainer.is_global_zero and is_first and REPLACES_STRAGGLERS_VARIABLE in os.environ
         if asked and not lightning_callbacks.callbacks_named(trainer, "StragglerDetection"):
