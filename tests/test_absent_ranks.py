@@ -836,3 +836,49 @@ def test_what_cannot_be_copied_of_a_batch_does_not_end_the_fit() -> None:
     assert copied["x"] is not calculated
     assert torch.equal(copied["x"], calculated)
     assert copied["lock"] is batch["lock"]
+
+
+@pytest.mark.slow
+def test_statistics_that_a_callback_renews_for_an_epoch_are_right_while_a_rank_is_absent(tmp_path: Path) -> None:
+    """StochasticWeightAveraging has tensors of its own for those of batch normalization, in the last epoch."""
+    script, statistics = tmp_path / "train.py", {}
+    script.write_text("""
+import os, signal, sys, time
+import lightning.pytorch as L
+import torch
+from lightning.pytorch.callbacks import StochasticWeightAveraging
+from lightning.pytorch.demos.boring_classes import BoringModel
+rank, name, path = os.environ["RANK"], *sys.argv[1:]
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "1" and rank == "1" and name == "disturbed":
+    while not os.path.exists(path):
+        time.sleep(0.1)
+class Model(BoringModel):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
+    def training_step(self, batch, batch_idx):
+        if (self.global_step, rank, name) == (20, "1", "disturbed"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return (self.layer(batch) - 1).pow(2).mean()
+    def train_dataloader(self):
+        samples = torch.arange(64.0)[:, None] + torch.tensor([0.0, 1.0, 5.0, 7.0])
+        return torch.utils.data.DataLoader(torch.sin(samples), 4)
+    def on_train_end(self):
+        if rank == "0":
+            torch.save((self.layer[1].running_mean, self.layer[1].running_var), path)
+quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
+torch.manual_seed(7)
+averages = StochasticWeightAveraging(0.05, 1)
+quiet |= {"max_epochs": 3, "limit_val_batches": 0, "callbacks": averages}
+trainer = L.Trainer(devices=2, accelerator="cpu", strategy="ddp", **quiet)
+trainer.fit(Model())
+""")
+    launch = [sys.executable, "-m", "lightning_resilience.launch.cli", "launch", "--elastic", "--when-lost", "go-on"]
+    for name in ("undisturbed", "disturbed"):
+        output = tmp_path / f"output of {name}"
+        run_dir = ["--nproc-per-node=2", f"--run-dir={tmp_path / f'run {name}'}", str(script)]
+        assert finish(start([*launch, *run_dir, name, str(tmp_path / name)], output), output) == 0, output.read_text()
+        statistics[name] = torch.load(tmp_path / name)
+    assert "going on with 1 of 2 ranks" in output.read_text()
+    for ours, theirs in zip(*statistics.values(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
