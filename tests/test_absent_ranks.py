@@ -879,6 +879,6 @@ trainer.fit(Model())
         run_dir = ["--nproc-per-node=2", f"--run-dir={tmp_path / f'run {name}'}", str(script)]
         assert finish(start([*launch, *run_dir, name, str(tmp_path / name)], output), output) == 0, output.read_text()
         statistics[name] = torch.load(tmp_path / name)
-    assert "going on with 1 of 2 ranks" in output.read_text()
+    assert "continuing with 1 of 2 ranks" in output.read_text()
     for ours, theirs in zip(*statistics.values(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)

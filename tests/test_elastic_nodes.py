@@ -405,8 +405,8 @@ def test_the_ranks_of_the_first_node_go_on_without_the_other_until_it_is_back(
         f"{rank} {of} {members}" for rank in (0, 1) for of, members in ((lost, [0, 1]), ({}, [0, 1, 2, 3]))
     )
     said = capfd.readouterr().err
-    assert f"Ranks 2 and 3 were lost with {node_name()}: going on with 2 of 4 ranks (restart 1)." in said
-    assert "There is a node again for ranks 2 and 3" in said
+    assert f"Ranks 2 and 3 were lost with {node_name()}: continuing with 2 of 4 ranks (restart 1)." in said
+    assert "A node has joined for ranks 2 and 3" in said
 
 
 def test_the_ranks_of_a_node_end_when_the_first_node_is_lost(tmp_path: Path) -> None:
@@ -722,7 +722,7 @@ def begun_again_by_two_of_three(config: dict[str, Any], folder: Path, said: str,
         for node in nodes:
             node.kill()
     assert codes == [0, 0, 0], output.read_text()
-    assert "Not all nodes are there: going on with 2 of 3 ranks" in output.read_text()
+    assert "Not all nodes are there: continuing with 2 of 3 ranks" in output.read_text()
     return output.read_text()
 
 

@@ -148,9 +148,9 @@ def test_the_others_go_on_at_once_and_take_in_who_comes_back(lines: list[str]) -
     assert run.recorded == [([1], [0, 2], [0, 2]), ([], [0, 1, 2], [0, 2])]
     assert (run.policy.generation, run.policy.restarts) == (2, 1)
     assert lines == [
-        "Rank 1 was killed by SIGKILL: going on with 2 of 3 ranks (restart 1). Its replacement joins them when it is "
+        "Rank 1 was killed by SIGKILL: continuing with 2 of 3 ranks (restart 1). Its replacement joins them when it is "
         "ready.",
-        "Rank 1 is back: going on with 3 of 3 ranks.",
+        "Rank 1 is back: continuing with 3 of 3 ranks.",
     ]
 
 
@@ -590,8 +590,8 @@ def test_who_has_nothing_to_go_back_to_waits_for_a_lost_node(lines: list[str]) -
             run.policy.ended(rank, 0)
         run.step()
         assert run.started[-1] == ([0, 2] if is_usable else [0, 1, 2])
-    reasons = [line for line in lines if line.startswith("Not going on")]
-    assert reasons == ["Not going on with 2 of 3 ranks: no state was saved that they can go back to."]
+    reasons = [line for line in lines if line.startswith("Not continuing")]
+    assert reasons == ["Not continuing with 2 of 3 ranks: no state was saved that they can go back to."]
 
 
 def test_the_others_go_on_without_a_lost_node_and_take_its_ranks_in_when_it_is_back(lines: list[str]) -> None:
@@ -612,10 +612,10 @@ def test_the_others_go_on_without_a_lost_node_and_take_its_ranks_in_when_it_is_b
     assert run.told == [([0, 1, 2, 3], [0, 1, 2, 3])]
     assert (run.policy.generation, run.policy.restarts) == (2, 1)
     assert lines == [
-        "Ranks 2 and 3 were lost with b: going on with 2 of 4 ranks (restart 1). Replacements join them when they are "
-        "ready.",
-        "There is a node again for ranks 2 and 3: starting them there.",
-        "Ranks 2 and 3 are back: going on with 4 of 4 ranks.",
+        "Ranks 2 and 3 were lost with b: continuing with 2 of 4 ranks (restart 1). Replacements join them when they "
+        "are ready.",
+        "A node has joined for ranks 2 and 3: starting them there.",
+        "Ranks 2 and 3 are back: continuing with 4 of 4 ranks.",
     ]
 
 
@@ -628,7 +628,7 @@ def test_all_are_restarted_where_they_cannot_go_on_without_a_lost_node(lines: li
     run.policy.ended(1, 1)
     run.step()
     assert run.started == [[0, 1, 2, 3]], "the supervisor waits for a node"
-    assert lines[-1] == "Not going on with 2 of 4 ranks: there are to be 3 ranks at least."
+    assert lines[-1] == "Not continuing with 2 of 4 ranks: --min-ranks requires at least 3 ranks."
 
 
 def test_the_others_go_on_without_a_node_that_is_told_to_stop(lines: list[str]) -> None:
@@ -640,7 +640,7 @@ def test_the_others_go_on_without_a_node_that_is_told_to_stop(lines: list[str]) 
     assert run.told == [([0, 1], [0, 1])]
     assert run.dismissed == [[2, 3]]
     assert (run.policy.restarts, run.recorded) == (0, [([], [0, 1], [0, 1])])
-    assert lines == ["The node of ranks 2 and 3 was told to stop: going on with 2 of 4 ranks."]
+    assert lines == ["The node of ranks 2 and 3 was told to stop: continuing with 2 of 4 ranks."]
     run.come_together()
     run.away = set()
     run.step()
@@ -799,9 +799,9 @@ def test_whole_groups_go_on_and_who_has_lost_a_rank_of_its_group_waits_with_its_
     assert not run.started
     assert (run.policy.generation, run.policy.restarts) == (2, 1)
     assert lines == [
-        "Rank 3 was killed by SIGKILL: going on with 4 of 6 ranks (restart 1). Its replacement joins them when it is "
+        "Rank 3 was killed by SIGKILL: continuing with 4 of 6 ranks (restart 1). Its replacement joins them when it is "
         "ready. Rank 2 has shards of its group and waits for it.",
-        "Ranks 2 and 3 are back: going on with 6 of 6 ranks.",
+        "Ranks 2 and 3 are back: continuing with 6 of 6 ranks.",
     ]
 
 
@@ -858,7 +858,7 @@ def test_the_others_wait_for_a_replacement_where_no_group_is_whole(lines: list[s
     run = of_groups(size=4)
     run.lose(1, 2)
     assert run.told == [([0, 3], [0, 1, 2, 3]), ([1, 2], [0, 1, 2, 3])]
-    assert "They wait for it: no group of ranks that hold the whole state is left." in lines[0]
+    assert "They wait for them: no group of ranks that hold the whole state is left." in lines[0]
 
 
 def test_who_waits_at_the_door_and_a_spare_are_a_whole_group() -> None:

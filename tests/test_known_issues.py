@@ -668,7 +668,7 @@ def ours_20967(tmp: Path) -> None:
     launch += ["--spares=off", "--nproc-per-node=2", "--run-dir", config["run_dir"], *command(config)[1:]]
     done = run_command(launch)
     assert done.returncode == 0, done.stderr
-    assert "Rank 1 was killed by SIGKILL: going on with 1 of 2 ranks" in done.stderr
+    assert "Rank 1 was killed by SIGKILL: continuing with 1 of 2 ranks" in done.stderr
     first, *_ = (each for each in read_ledger(RunDirectory(config["run_dir"]).ledger) if each["event"] == "replaced")
     assert (first["ranks"], first["members"]) == ([1], [0])
 

@@ -69,7 +69,7 @@ def test_the_others_go_on_without_a_slow_process_until_it_is_replaced(tmp_path: 
     output = gone_on(tmp_path, config, 3, "--replace-stragglers", "--spares=off")
     [change] = found_in(config, "stragglers_replaced")
     assert change["ranks"] == [2], output
-    assert "Rank 2 was too slow: going on with 2 of 3 ranks (restart 1). Its replacement joins them when" in output
+    assert "Rank 2 was too slow: continuing with 2 of 3 ranks (restart 1). Its replacement joins them when" in output
     assert [each[:2] for each in changes(Path(config["run_dir"]) / "ledger")] == [([2], [0, 1]), ([], [0, 1, 2])]
     assert saved_after_losses(config)[0] == change["step"] + 1, output
     wanted, steps = undisturbed(tmp_path, 3, **more)

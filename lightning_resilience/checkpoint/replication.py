@@ -585,7 +585,7 @@ def _recv_shard(
     closing = channel.recv_message()
     if closing.size < 0:
         problem = f"the source could not read it ({closing.text})"
-    elif closing.digest != digest:
+    elif not problem and closing.digest != digest:
         problem = "it was corrupted in transit (the digest differs)"
     if problem:
         log.warning("The transfer of %s failed: %s", transfer, problem)

@@ -179,7 +179,8 @@ class _OwnValues:
             self._places.append(place)
             self._tensors.append(value.detach() if not is_buffer else value)
             self._is_buffer.append(is_buffer)
-            self._check([value])
+            if not value.is_contiguous():
+                raise _Unknown(f"{name} is not contiguous")
         return f"{value.dtype} {tuple(value.shape)}"
 
     def _check(self, tensors: list[torch.Tensor]) -> None:

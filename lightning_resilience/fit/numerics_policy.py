@@ -391,7 +391,7 @@ class NumericsPolicy(Participant):
         self._counts.skipped_steps += 1
         skipped = self._skips and not result.has_happened
         if session.fit.rank == 0 or result.is_here:
-            what = "is skipped" if skipped else "has happened"
+            what = "is skipped" if skipped else "was applied"
             log.warning("Rank %d: %s; the step after step %d %s.", session.fit.rank, result.problem, window.step, what)
             session.fit.ledger.record(
                 BadStep(

@@ -292,7 +292,7 @@ class Replaceability(Participant):
             log.warning("The loss of a rank will restart all ranks: %s.", self.why_not)
             if self._line.is_without_some and session.exact.places == trainer.world_size:
                 log.warning(
-                    "Only %s of %s ranks are there: this fit has the batches of these.",
+                    "Only %s of %s ranks are running: this fit does not train on the batches of the others.",
                     trainer.world_size,
                     len(self._line.slots),
                 )
@@ -347,7 +347,7 @@ class Replaceability(Participant):
         """
         line = self._line
         if line is not None and (line.is_over or (self.leaves and line.replacement(LOSS_CONFIRMED_WITHIN_S))):
-            raise PeerLost("the ranks of this run are others from here on")
+            raise PeerLost("the ranks of this run have changed")
 
     def before_end(self) -> bool:
         """Nobody needs to come back any more."""

@@ -120,7 +120,7 @@ class Supervisor:
             server = self._open()
             there = [rank for rank in range(self._world_size) if self.lost_node(rank) is None]
             if len(there) < self._world_size:
-                log_line(f"Not all nodes are there: going on with {len(there)} of {self._world_size} ranks.")
+                log_line(f"Not all nodes are there: continuing with {len(there)} of {self._world_size} ranks.")
                 self._policy.begin_with(time.monotonic(), there, self._port)
             else:
                 for rank in there:

@@ -211,7 +211,7 @@ class Follower:
                 break
             self._act(line, message)
         if message.kind == "gone" and not self._has_stopped:
-            log_line("The first node is lost: the ranks of this one are ended, and it is looked for.")
+            log_line("Lost the connection to the first node: stopping this node's ranks and trying to reconnect.")
         for rank in self._ranks:
             self._workers.tell(rank, "restart")
         _end_in_order(self._lives.values())

@@ -45,9 +45,6 @@ WhenLost = Literal["hold", "go_on"]
 """Whether the others wait for the replacement of a rank, or go on without it meanwhile."""
 
 
-NO_NODE = "no other node is in its place"
-
-
 class LossPolicy:
     """Decides for all ranks, which have been started.
 
@@ -180,7 +177,9 @@ class LossPolicy:
             self._stop(now)
         elif self._need_all():
             self._is_for_all = True
-            self._restart(now, next(each.reason for each in self.members.values() if each.state == "needs_all"))
+            reason = next(each.reason for each in self.members.values() if each.state == "needs_all")
+            log_line(f"Restarting all ranks: {reason}.", is_detail=True)
+            self._end_all(now)
         elif self._leaving and any(each.state in ("refused", *_OVER) for each in self.members.values()):
             self.ask_to_stop()
             self._stop(now)
@@ -282,7 +281,7 @@ class LossPolicy:
 
     def _turn_away(self, now: float) -> None:
         self._newcomers.end(now, [self.members.pop(slot) for slot in sorted(self._joining)])
-        self._joining, self._replacing_since = set(), None
+        self._joining, self._replacing_since, self._lost_at = set(), None, None
         self.wakes_at = now
 
     def _mend(self, now: float) -> None:
@@ -311,24 +310,21 @@ class LossPolicy:
             return self._restart(now, f"{who}, and {reason}")
         self.restarts += 1
         goes_on = members == able
-        who = f"{who[0].upper()}{who[1:]}"
+        who, is_one = f"{who[0].upper()}{who[1:]}", len(how) == 1
         if goes_on:
             then = ""
             if how.keys() - failed:
-                is_one = len(how) == 1
                 then = " Its replacement joins them when it is" if is_one else " Replacements join them when they are"
                 then += " ready."
             if apart := [slot for slot in left if slot not in able]:
-                is_one = len(apart) == 1
-                what = "has shards of its group and waits" if is_one else "have shards of its group and wait"
-                then += f" R{named(apart)[1:]} {what} for it."
-            log_line(f"{who}: going on with {self._count(members)} (restart {self.restarts}).{then}")
+                what = "has shards of its group and waits" if len(apart) == 1 else "have shards of its group and wait"
+                then += f" R{named(apart)[1:]} {what} for {'it' if is_one else 'them'}."
+            log_line(f"{who}: continuing with {self._count(members)} (restart {self.restarts}).{then}")
         else:
             waits = self._why_not_without(able) if self._goes_on else None
-            then = "" if waits is None else f" They wait for it: {waits}."
-            log_line(
-                f"{who}: starting a replacement (restart {self.restarts}). The other ranks keep their processes.{then}"
-            )
+            then = "" if waits is None else f" They wait for {'it' if is_one else 'them'}: {waits}."
+            what = f"{'a replacement' if is_one else 'replacements'} (restart {self.restarts})"
+            log_line(f"{who}: starting {what}. The other ranks keep their processes.{then}")
         self._begin_generation(now, members, how)
         if goes_on:
             self._newcomers.later |= how.keys() - failed
@@ -355,7 +351,7 @@ class LossPolicy:
         if not left:
             return "no group of ranks that hold the whole state is left"
         if len(left) < self._min_ranks:
-            return f"there are to be {self._min_ranks} ranks at least"
+            return f"--min-ranks requires at least {self._min_ranks} ranks"
         said = [(each.fewer, each.tasks) for each in self.members.values() if each.fewer is not None]
         if not said:
             return "it is not known yet whether the fit can go on with fewer ranks"
@@ -367,7 +363,7 @@ class LossPolicy:
         who = self._newcomers.at_door
         members = sorted([*self.members, *who])
         are = f"R{named(who)[1:]} {'is' if len(who) == 1 else 'are'}"
-        log_line(f"{are} back: going on with {self._count(members)}.")
+        log_line(f"{are} back: continuing with {self._count(members)}.")
         self._begin_generation(now, members, {})
 
     def _shrink(self, now: float) -> None:
@@ -378,7 +374,7 @@ class LossPolicy:
             return self.ask_to_stop()
         self._newcomers.later -= leaving
         self._newcomers.end(now, [each for slot, each in self._newcomers.coming.items() if slot in leaving])
-        log_line(f"The node of {named(leaving)} was told to stop: going on with {self._count(left)}.")
+        log_line(f"The node of {named(leaving)} was told to stop: continuing with {self._count(left)}.")
         if len(left) < len(self.members):
             self._begin_generation(now, left, {}, leaving)
         self._ranks.dismiss(leaving)
@@ -434,7 +430,7 @@ class LossPolicy:
     def _why_not(self, dead: list[Member], members: Collection[int]) -> str | None:
         """Why a loss is not mended by a generation of these members."""
         if any(self._ranks.lost_node(slot) is not None for slot in members):
-            return NO_NODE
+            return "its node has not been replaced"
         if not all(is_replaceable(member.exit_code) for member in dead):
             return "what an exception ends is not replaced"
         if not self._has_saved:
@@ -497,16 +493,17 @@ class LossPolicy:
                 self.wakes_at = now
                 return self._ranks.send_signal(living, signum)
         self._ending = []
-        if self.restarts >= self._max_restarts or self._stop_asked:
+        is_free = self._is_for_all  # nobody was lost
+        if self._stop_asked or not (is_free or self.restarts < self._max_restarts):
             self.result = 1
             return
         self.generation += 1
-        self.restarts += 1
+        self.restarts += not is_free
         self._newcomers.forget()
         port = self._ranks.open_store()
         self._ranks.close_old_store()
         members = self._members_after_restart()
-        if self._is_for_all:  # nobody was lost, and who begins it looks there whether it counts as a restart
+        if is_free:  # the ranks that begin it look there whether it counts as a restart
             self._is_for_all = False
             self._ranks.record({}, self.generation, members, [])
         self._start_all(now, members, port)
@@ -540,5 +537,5 @@ class LossPolicy:
         why_not = self._why_not_without(there) if self._has_saved else "no state was saved that they can go back to"
         if why_not is None:
             return there
-        log_line(f"Not going on with {self._count(there)}: {why_not}.")
+        log_line(f"Not continuing with {self._count(there)}: {why_not}.")
         return self._slots

@@ -313,7 +313,7 @@ def check_is_of_generation() -> None:
         PeerLost: If it has come.
     """
     if (line := current()) is not None and line.replacement(LOSS_CONFIRMED_WITHIN_S) is not None:
-        raise PeerLost("the ranks of this run are others from here on")
+        raise PeerLost("the ranks of this run have changed")
 
 
 def current() -> Membership | None:

@@ -112,7 +112,8 @@ def how_ended(exit_code: int) -> str:
     """A clause on how a rank has ended."""
     if exit_code == exit_codes.HUNG:
         return "hung and was ended by its watchdog"
-    return str(Death(-exit_code if exit_code < 0 else exit_code << 8))
+    death = Death(-exit_code if exit_code < 0 else exit_code << 8)
+    return str(death).removesuffix(" in the middle of the fit")  # only a watchdog knows where it was
 
 
 def named(ranks: Collection[int]) -> str:
@@ -207,6 +208,7 @@ class Newcomers:
         """
         if members is None:
             self.later.clear()
+            self.away.clear()
         for each in list(self.coming.values()) if members is None else members:
             self.coming.pop(each.rank, None)
             each.since = now
@@ -237,7 +239,7 @@ class Newcomers:
         self.leaving = {slot: each for slot, each in self.leaving.items() if each.exit_code is None}
         if back := sorted(slot for slot in self.away if self._ranks.lost_node(slot) is None):
             self.away.difference_update(back)
-            log_line(f"There is a node again for {named(back)}: starting {'it' if len(back) == 1 else 'them'} there.")
+            log_line(f"A node has joined for {named(back)}: starting {'it' if len(back) == 1 else 'them'} there.")
             self.start(back, generation, now)
         for slot, each in sorted(self.coming.items()):
             who = f"The replacement of rank {slot}"

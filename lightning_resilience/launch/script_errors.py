@@ -173,13 +173,13 @@ def show(error: BaseException, folder: Path, launch_id: str, rank: int) -> None:
     same = f"{launch_id} {about['kind']} {about['place']} {normalised(words)}"
     path = folder / f"{hashlib.sha256(same.encode()).hexdigest()[:12]}.log"
     is_first, is_kept = _keep(path, f"{timestamp(time.time())} rank {rank} on {node_name()}", whole)
+    if is_kept and isinstance(error, RuntimeError) and (found := _LOST_PEER.search(words)):
+        log_line(f"Rank {rank} has lost the connection to another rank ({found[1]}); traceback: {path}")
+        return
     if not is_first:
         place = f" ({about['place']})" if about["place"] else ""
         line = f"{words[:200]}{place}"
         log_line(f"Rank {rank}, again: {line}; traceback: {path}")
-        return
-    if is_kept and isinstance(error, RuntimeError) and (found := _LOST_PEER.search(words)):
-        log_line(f"Rank {rank} has lost the connection to another rank ({found[1]}); traceback: {path}")
         return
     count = _cut(error, set())
     sys.excepthook(type(error), error, error.__traceback__)

@@ -77,7 +77,7 @@ def test_one_is_preempted_and_comes_back(chain: Chain) -> None:
     is_lost.touch()
     chain.wait_for("replaced", members=[0, 2])
     cluster.wait_for_state(more, "COMPLETED")
-    wait_until(lambda: re.search(r"There is a node again for rank 1", output()), output, 150.0)
+    wait_until(lambda: re.search(r"A node has joined for rank 1", output()), output, 150.0)
     is_back.touch()
     wait_until(lambda: all(task(each)["JobState"] == "COMPLETED" for each in range(3)), output, 150.0)
     assert [each["members"] for each in chain.events("replaced")] == [[0, 2], [0, 1, 2]], output()
