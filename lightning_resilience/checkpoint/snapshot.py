@@ -482,7 +482,7 @@ class Snapshot:
 
     @property
     def waited_s(self) -> float:
-        """Seconds that the training stood still at the fence. Not for the training thread: see :class:`.Standstill`."""
+        """Seconds for which the training stood still at the fence. For other threads only; see :class:`.Standstill`."""
         return 0.0 if self._at_fence is None else self._at_fence.seconds()
 
     def is_good(self, timeout_s: float | None = None) -> bool:

@@ -320,7 +320,7 @@ class GivenState:
         return self._gauss
 
     def torch_state(self) -> torch.Tensor:
-        """torch's random state on the CPU."""
+        """The random state of torch on the CPU."""
         return self._torch
 
 

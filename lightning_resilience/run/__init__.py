@@ -1,1 +1,1 @@
-"""A run: its directory, and what is written down of it."""
+"""A run: its directory, its records, and what they show."""
