@@ -117,7 +117,7 @@ def needed_bytes(shard_bytes: int, keep: int, replicas_received: int, in_memory:
     shards. On a disk each shard also has a buffer in memory:
 
         files   = shard_bytes * (1 + replicas_received) * (keep + 1)
-        buffers = 0 in node memory, else shard_bytes * (1 + replicas_received)
+        buffers = 0 in node memory, otherwise shard_bytes * (1 + replicas_received)
 
     Args:
         shard_bytes: Bytes that the ranks of this node write per generation: with DDP about one copy of parameters and
@@ -254,7 +254,7 @@ def _control_groups(proc: Path) -> Iterator[tuple[Path, int]]:
                 mount.kind == "cgroup" and "memory" in mount.options and "memory" in controllers.split(",")
             ):
                 continue
-            # In a container the mount starts at its own group, whatever the path says.
+            # In a container the mount starts at the container's own group, regardless of the path.
             root = mount.root.rstrip("/")
             inside = path[len(root) :] if path == root or path.startswith(f"{root}/") else ""
             names = [name for name in inside.split("/") if name]

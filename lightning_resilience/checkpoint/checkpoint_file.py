@@ -547,7 +547,7 @@ def set_aside(path: str | os.PathLike[str]) -> None:
 
     A directory is written in place, so this keeps the old checkpoint whole until the new one is sealed. Then
     :func:`discard_aside` removes the old one. A killed save leaves an unsealed directory at ``path`` and the good one
-    aside; the next call removes the unsealed one. Without a sealed directory aside, an unsealed one is left alone.
+    aside; the next call removes the unsealed one. If no sealed one is aside, it is left alone: it may be anything.
     """
     directory = Path(path)
     aside = _aside(directory)

@@ -38,7 +38,7 @@ RandomState = dict[str, Any]
 """The state of every global random generator of a process, in plain types (see :mod:`.safe_serialization`)."""
 
 MOST_SEEDS = 100
-"""The most seeds that :func:`seeds_drawn` follows: the largest number of data loaders of such a validation."""
+"""The most seeds that :func:`seeds_drawn` follows, so the most data loaders of a validation whose draws it follows."""
 PROGRESS_INTERVAL_S = 5.0
 """Seconds between two log lines on the progress of a replay."""
 
@@ -133,7 +133,7 @@ def loader_generators(loaders: Iterable[Any]) -> list[torch.Generator]:
 
 
 def batch_sizes(loaders: Iterable[Any]) -> list[int | None]:
-    """The batch size of each loader; ``None`` where it is not known."""
+    """The batch size of each loader; ``None`` if it is unknown."""
     sizes = []
     for loader in loaders:
         given = (getattr(owner, "batch_size", None) for owner in (loader, getattr(loader, "batch_sampler", None)))

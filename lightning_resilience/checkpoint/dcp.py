@@ -4,7 +4,7 @@ DCP pickles the description of a directory (``.metadata``) and every value that 
 anyone who can write into the directory could execute code on every rank that resumes. Here an unpickler reads the
 description: it accepts only the names of DCP's own classes and returns inert stand-ins for them, so the file can reach
 no object of this process. The real objects are made from the stand-ins afterwards. Values are read with
-``weights_only``. The memory that reading the description takes is a multiple of its size, whatever it holds.
+``weights_only``. To read the description takes memory of a multiple of its size, regardless of its content.
 """
 
 from __future__ import annotations

@@ -83,7 +83,7 @@ class SaveStats:
 class Fallback(NamedTuple):
     """The newest generation before the loaded one.
 
-    It is needed if the training diverges soon: then the loaded generation and those saved after it are marked bad.
+    It is needed if the training diverges soon: then the loaded generation and those derived from it are marked bad.
 
     Attributes:
         name: Its name.

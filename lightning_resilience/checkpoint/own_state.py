@@ -25,8 +25,7 @@ _PATIENCE_S = 60.0
 class OwnState:
     """The own state of this rank at one save; on a rank that writes, the own states of all ranks.
 
-    Call the methods in the order of their definition. :meth:`send` is called only if the save is still wanted, and
-    :meth:`keep` may be left out.
+    Call the methods in the order of definition, :meth:`send` only if the save continues; :meth:`keep` is optional.
 
     Args:
         messages: Messages to rank 0 in this fit.

@@ -315,7 +315,7 @@ class Replicas:
 
         Args:
             generation: Name of the generation, at most 200 bytes of UTF-8; the same on all ranks.
-            shard: One-dimensional ``uint8`` tensor in host memory, unchanged until this returns. ``None``: this rank
+            shard: One-dimensional ``uint8`` tensor in host memory, unchanged until this returns. ``None`` if this rank
                 has no shard.
             trailer: Rest of the file.
             reserve: Called with a partner and the size of its shard and trailer; returns memory of at least that size.
@@ -339,7 +339,7 @@ class Replicas:
             try:
                 outcomes = self._exchange(generation, shard, trailer, reserve)
             except BaseException as error:
-                # Partners may be anywhere in the protocol: only a closed connection tells them.
+                # Partners may be at any point of the protocol, so only a closed connection informs them.
                 self._failure = f"rank {self.rank} failed in the exchange of {generation}: {error}"
                 raise
             return self._result(outcomes, generation)

@@ -542,7 +542,7 @@ def to_safe(value: Any) -> tuple[Any, list[str]]:
 
 
 def safe_form(structure: Any, tensors: Sequence[torch.Tensor]) -> Any:
-    """Turns the result of :func:`pack` into the safe form: rebuilds what torch's safe load knows, keeps other tags.
+    """Turns the result of :func:`pack` into the safe form: rebuilds the types that torch knows, keeps other tags.
 
     Args:
         structure: As returned by :func:`pack`.

@@ -67,7 +67,7 @@ class Draft:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a save has ended; the same on all ranks, except after a lost connection or for :data:`OF_OTHERS`.
+    """How a save has ended; the same on all ranks that can still reach rank 0.
 
     Args:
         how: ``published``; ``invalidated``: a rank's copy was not valid, and another save may succeed; ``failed``; or

@@ -1,4 +1,4 @@
-"""Reduces a rank's state to what differs from the state of rank 0, and rebuilds it from that.
+"""Reduces a rank's state to its differences from the state of rank 0, and rebuilds it from them.
 
 The states are mostly the same: a rank that draws the random numbers of rank 0 sends a few hundred bytes instead of the
 37 kB of its generators. This works on the packed form (:mod:`.safe_serialization`), which does not depend on how a

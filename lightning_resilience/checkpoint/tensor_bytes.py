@@ -26,14 +26,11 @@ def flat(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def as_words(elements: torch.Tensor, widest: int = 4) -> torch.Tensor:
-    """Contiguous elements as integers of ``widest`` bytes, or of fewer if that does not divide their size.
+    """Contiguous elements as integers of ``widest`` bytes, or fewer if that does not divide their size; perhaps a view.
 
     Args:
         elements: One dimension.
         widest: 1, 2, 4 or 8.
-
-    Returns:
-        A view, or a copy if the elements are not aligned.
     """
     width = next(each for each in (8, 4, 2, 1) if each <= widest and elements.nbytes % each == 0)
     word = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}[width]

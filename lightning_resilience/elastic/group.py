@@ -59,7 +59,7 @@ class DefaultGroup:
         self._problem: str | None = None
 
     def install(self, is_over: Callable[[], bool]) -> None:
-        """Wraps ``torch.distributed.init_process_group``, which Lightning calls before any hook, and what it uses.
+        """Wraps ``torch.distributed.init_process_group``, which Lightning calls before any hook, and its helpers.
 
         Args:
             is_over: Returns whether another rank is lost; then no group is opened.
@@ -177,18 +177,15 @@ class DefaultGroup:
         return bool(self._held)
 
     def check_not_aborted(self) -> None:
-        """Raises :class:`PeerLost` if collectives were aborted: what the device computes since then is arbitrary."""
+        """Raises :class:`PeerLost` if collectives were aborted: since then the device computes arbitrary results."""
         if self._is_aborted:
             raise PeerLost("another rank was lost, and the collectives were aborted")
 
     def why_not(self, groups: Iterable[Any] = ()) -> str | None:
-        """Why this rank could not continue after the loss of other ranks, as far as process groups decide that.
+        """Why the process groups would keep this rank from continuing after the loss of other ranks, or ``None``.
 
         Args:
             groups: The groups that are made anew when the fit is entered again.
-
-        Returns:
-            ``None`` if it could.
         """
         if not self._is_installed:
             return "lightning-resilience is not installed, but only found on the path: no Trainer() tells it of itself"

@@ -1,4 +1,4 @@
-"""Keeps the training state that only one rank has in node memory, where it survives the rank's process.
+"""Copies the training state that only this rank has to node memory, where it survives the rank's process.
 
 Ranks of data-parallel training share parameters and optimizer state, but each draws its own random numbers, has its own
 running statistics, and accumulates its own metrics. After a rank was killed, the state of the last boundary can be

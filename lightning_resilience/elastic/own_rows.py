@@ -1,4 +1,4 @@
-"""Keeps rows that the loggers of rank 0 have not written yet in node memory, where they survive the process.
+"""Copies rows that the loggers of rank 0 have not written yet to node memory, where they survive the process.
 
 When a callback gives rows to a logger directly (a callback of the script, or Lightning's ``LearningRateMonitor``), the
 rows stay in the memory of the process until the logger writes them: up to 100 steps, or two minutes. So each row that

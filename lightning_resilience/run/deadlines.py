@@ -172,7 +172,7 @@ OWN_ERROR_RAISED_AFTER_S = 0.5
 """The same wait after any other error, which may be a consequence: the supervisor notices a death in milliseconds."""
 
 SURVIVORS_LEAVE_WITHIN_S = 30.0
-"""How long survivors may take to leave the fit; a local save in progress is given some seconds of it."""
+"""How long survivors may take to leave the fit; this includes some seconds for a local save in progress."""
 
 TRAINS_BEFORE_OTHERS_COME_S = 1.0
 """How long ranks that have reentered their fit train before others are admitted: two changes in a row are one pause."""

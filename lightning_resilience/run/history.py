@@ -1,4 +1,4 @@
-"""Folds a ledger into the history of a run. Nothing else interprets the sequence of events in this way.
+"""Folds a ledger into the history of a run: its checkpoints, workers, allocations and failures.
 
 :class:`History` takes events one by one, so the ledger of a running run is folded only once; :class:`LiveHistory` does
 that. The budget, the reports, the launcher, the workers, the scheduler's batch step and the fits query it.

@@ -52,7 +52,7 @@ _latest: dict[str, float] = {}
 class Ledger:
     """Appends events to a run's ledger, and follows it.
 
-    Writing never ends a training: if the storage is full or gone, the event is logged instead and training goes on.
+    Writing never ends a training: if the storage is full or gone, the event is logged instead and training continues.
 
     Args:
         path: The ledger's folder; it is created.

@@ -81,7 +81,7 @@ def growing_interval_s(before_s: float, stall_s: float, writing_s: float, chosen
     intervals that double, a failure at any time loses at most half of the training since the first save, plus half the
     first interval; fewer saves cannot ensure that. In the first interval the training stands still for at most a
     hundredth of the time, and the writer is busy for at most a quarter. The chosen interval is at most ten times as
-    long, so this adds at most four saves, whatever a save costs.
+    long, so this adds at most four saves, regardless of their cost.
 
     Args:
         before_s: The previous interval; 0 after the first save.
