@@ -1,10 +1,10 @@
-"""What a rank that goes back need not read: it has saved that itself, a moment ago, and still has it in its memory.
+"""The tensors that a survivor of a loss has just saved and still has in memory, so that it need not read them again.
 
 After the loss of another rank the survivors save the state of the last boundary, and resume from it in a new fit. Most
-of it are the parameters, and what optimizers keep for them, which they still have as they were. To read these again
-takes as much new memory as they have, on all survivors at once, while a replacement waits for them, or reads them, too.
+of that state is the parameters and the optimizer state, which the survivors still hold unchanged. Reading them again
+would take the same amount of new memory on all survivors at once, while a replacement waits for them or reads as well.
 
-Nothing is taken on trust: what is at hand is used only if it has the digest that is in the shards.
+Nothing is trusted blindly: the tensors in memory are used only if their digest is the one in the shards.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ class AtHand:
 
     Args:
         generation: Name of the generation.
-        replicated_digest: What its shards have as the digest of these tensors.
+        replicated_digest: Digest of these tensors, as recorded in the shards of the generation.
         tensors: The tensors, in the order in which they were digested.
-        shares: For each replicated shard which of them are in it, in their order.
-        copied: Which of them are given as copies, since what is restored is written into them: a callback may load the
-            module twice, first with the averages of its weights.
+        shares: For each replicated shard, the indices of the tensors that it holds, in their order.
+        copied: Indices of the tensors that are returned as copies, since the restore writes into them: a callback may
+            load the module twice, first with the averages of its weights.
     """
 
     generation: str
@@ -37,11 +37,11 @@ class AtHand:
     copied: Collection[int]
 
     def contents_of(self, generation: str, replicated_digest: str) -> list[list[torch.Tensor]] | None:
-        """What the replicated shards of a generation hold; ``None`` if it is not at hand, or is not as it was.
+        """The content of a generation's replicated shards; ``None`` if it is not kept here or has changed since.
 
         Args:
             generation: Name of the generation.
-            replicated_digest: What its shards have as the digest.
+            replicated_digest: Digest of the replicated tensors, as recorded in its shards.
         """
         if not self.tensors or (generation, replicated_digest) != (self.generation, self.replicated_digest):
             return None
@@ -55,10 +55,10 @@ _kept: list[AtHand] = []
 
 
 def keep(found: AtHand) -> None:
-    """Keeps it for the next fit that resumes in this process."""
+    """Keeps ``found`` for the next fit that resumes in this process."""
     _kept[:] = [found]
 
 
 def take() -> AtHand | None:
-    """What is kept, from now on by the caller only: the memory is that of a whole state."""
+    """Returns what is kept and drops the reference to it here, since its tensors take the memory of a whole state."""
     return _kept.pop() if _kept else None

@@ -1,4 +1,4 @@
-"""One checkpoint at a time, written behind the training from a snapshot of its state. Torch only, no Trainer."""
+"""Writes one checkpoint at a time in the background, from a snapshot of the state. Torch only, no Trainer."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from lightning_resilience.checkpoint.snapshot import Fence, Snapshot, Snapshots
 log = logging.getLogger(__name__)
 
 _REGISTERED_BYTES = 1 << 20
-"""From this size on a device writes into memory by itself: to register less takes longer than it saves."""
+"""Buffers of at least this size are registered with the device; for smaller ones that costs more than it saves."""
 
 
 @dataclass(frozen=True)
 class Copy:
-    """A state as it was at a boundary, taken apart by ``safe_serialization.pack``.
+    """A copy of the state of a boundary, split into structure and tensors by ``safe_serialization.pack``.
 
     Args:
         structure: The state without its tensors.
-        tensors: Copies of those.
-        left_out: What of the state could not be kept.
+        tensors: Copies of the tensors.
+        left_out: Names of the state that could not be kept.
     """
 
     structure: Any
@@ -38,7 +38,7 @@ class Copy:
 
 
 class BackgroundSaves:
-    """Takes snapshots of a state and hands the copies to whoever writes them, in another thread.
+    """Takes snapshots of a state and passes the copies to a write function, in another thread.
 
     Args:
         heartbeat: Called now and then while the training waits for a copy; see :func:`~.snapshot.wait_with_heartbeat`.
@@ -47,16 +47,16 @@ class BackgroundSaves:
     def __init__(self, heartbeat: Callable[[], None] = lambda: None) -> None:
         self._fence = Fence(heartbeat)
         self._snapshots = Snapshots()
-        self._buffers: dict[int, _Buffer] = {}  # reused: memory that is new takes three times as long to fill
+        self._buffers: dict[int, _Buffer] = {}  # reused: new memory takes three times as long to fill
         self._saving: Future[None] | None = None
         self._error: BaseException | None = None
-        """What a save before the present one has raised."""
+        """The error of an earlier save, not yet raised by :meth:`check`."""
         self.invalidated = False
-        """Whether the last snapshot was thrown away, because something else than an optimizer has changed its state."""
+        """Whether the last snapshot was discarded because something other than an optimizer has changed its state."""
 
     @property
     def busy(self) -> bool:
-        """Whether the checkpoint before is still being written."""
+        """Whether the previous checkpoint is still being written."""
         return self._saving is not None and not self._saving.done()
 
     def take(
@@ -66,17 +66,17 @@ class BackgroundSaves:
         write: Callable[[Copy], None],
         missed: Callable[[BaseException | None], None] | None = None,
     ) -> None:
-        """Begins a save; only when not :attr:`busy`.
+        """Begins a save; call it only when not :attr:`busy`.
 
         Args:
-            state: What to save, as ``safe_serialization.pack`` takes it.
+            state: The state to save, as ``safe_serialization.pack`` takes it.
             stable: Tensors that do not change before an optimizer's step.
-            write: Called in the other thread with the copy. What it raises is raised by :meth:`check`.
-            missed: Called in its place if there is no copy, with what was raised; ``None`` if the snapshot was no good.
-                By default what was raised is raised by :meth:`check`.
+            write: Called in the other thread with the copy. :meth:`check` raises what it raises.
+            missed: Called in the other thread instead of ``write`` if there is no copy: with the error, or with
+                ``None`` if the snapshot was invalid. By default :meth:`check` raises the error.
         """
         if self._saving is not None:
-            self._error = self._error or self._saving.exception()  # no error of the save that begins
+            self._error = self._error or self._saving.exception()  # before the new save replaces it
         snapshot = self._fence.pending = self._snapshots.take(state, stable)
         self.invalidated = False
         self._saving = in_daemon_thread(lambda: self._run(snapshot, write, missed or _raise), "background-checkpoint")
@@ -111,11 +111,11 @@ class BackgroundSaves:
         return kept.content
 
     def fence(self) -> None:
-        """The training is about to change what was said to be stable; free of cost if there is no snapshot."""
+        """Call it before the training changes tensors that were passed as ``stable``. Free if no copy is pending."""
         self._fence.now()
 
     def check(self) -> None:
-        """Raises what a save has raised in the other thread, once."""
+        """Raises, once, the error that a save has raised in the other thread."""
         if self._saving is not None and self._saving.done():
             saving, self._saving = self._saving, None
             self._error = self._error or saving.exception()
@@ -124,19 +124,19 @@ class BackgroundSaves:
             raise error
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Waits until nothing is being written any more; returns whether that is so."""
+        """Waits until no checkpoint is being written; returns ``False`` if ``timeout_s`` has passed before."""
         self.fence()
         return self._saving is None or bool(futures.wait([self._saving], timeout_s).done)
 
     def close(self, timeout_s: float) -> None:
-        """Waits for what is being written and takes the hooks off the optimizers."""
+        """Waits for the checkpoint that is being written and removes the hooks from the optimizers."""
         if not self.wait(timeout_s):
             log.warning("Dropping a checkpoint that is still being written after %.0f s.", timeout_s)
         self._fence.remove()
 
 
 class _Buffer:
-    """Memory of the host for copies of one tensor: a piece of its own, since what shares one is saved as one."""
+    """Host memory for copies of one tensor, not shared with others: ``torch.save`` stores shared memory as a whole."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._memory: MappedFile | None = None
@@ -153,7 +153,7 @@ class _Buffer:
     def is_for(self, tensor: torch.Tensor) -> bool:
         content = self.content
         if tensor.layout != torch.strided or content.layout != torch.strided:
-            return False  # sparse ones have no strides, and may have more numbers the next time
+            return False  # sparse tensors have no strides, and may have more values next time
         return (content.shape, content.stride(), content.dtype) == (tensor.shape, tensor.stride(), tensor.dtype)
 
 

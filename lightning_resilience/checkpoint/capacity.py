@@ -35,9 +35,9 @@ class Available:
 
     Args:
         in_memory: Whether the folder is in node memory.
-        files: For files in the folder, including files that it already holds, which are reused. In node memory never
-            more than ``memory``.
-        memory: For buffers, and for files in node memory.
+        files: Space for files in the folder, including files that it already holds, which are reused. In node memory
+            never more than ``memory``.
+        memory: Memory for buffers, and for files in node memory.
     """
 
     in_memory: bool
@@ -117,13 +117,13 @@ def needed_bytes(shard_bytes: int, keep: int, replicas_received: int, in_memory:
     shards. On a disk each shard also has a buffer in memory:
 
         files   = shard_bytes * (1 + replicas_received) * (keep + 1)
-        buffers = 0 in node memory, else shard_bytes * (1 + replicas_received)
+        buffers = 0 in node memory, otherwise shard_bytes * (1 + replicas_received)
 
     Args:
         shard_bytes: Bytes that the ranks of this node write per generation: with DDP about one copy of parameters and
             optimizer state, otherwise the sum of the ranks' shards.
         keep: Number of complete generations to keep.
-        replicas_received: Number of other nodes of which each rank keeps replicas.
+        replicas_received: Number of other nodes whose replicas each rank keeps.
         in_memory: Whether the files are in node memory.
     """
     total = shard_bytes * (1 + replicas_received)
@@ -147,7 +147,7 @@ def check(
         proc: Mount point of the ``proc`` file system.
 
     Raises:
-        ValueError: Says what is needed, what is available and what to set.
+        ValueError: If they will not fit. The message names the needed and the available space and what to set.
     """
     available = available_bytes(directory, proc)
     needed = needed_bytes(shard_bytes, keep, replicas_received, available.in_memory)
@@ -219,13 +219,13 @@ def _read(path: Path) -> str:
 
 
 def _read_number(path: Path) -> int | None:
-    """``None`` for a missing file and for ``max``."""
+    """The number in a file; ``None`` for a missing file and for ``max``."""
     text = _read(path).strip()
     return int(text) if text.isdecimal() else None
 
 
 def _memory_limits(proc: Path) -> Iterator[Room]:
-    """Available memory by each limit."""
+    """Available memory according to each limit."""
     yield Room(UNLIMITED_BYTES, "no limit")
     if (found := re.search(r"^MemAvailable:\s*(\d+) kB", _read(proc / "meminfo"), re.MULTILINE)) is not None:
         yield Room(int(found[1]) * 1024, "the memory that this node has available")
@@ -254,7 +254,7 @@ def _control_groups(proc: Path) -> Iterator[tuple[Path, int]]:
                 mount.kind == "cgroup" and "memory" in mount.options and "memory" in controllers.split(",")
             ):
                 continue
-            # In a container the mount starts at its own group, whatever the path says.
+            # In a container the mount starts at the container's own group, regardless of the path.
             root = mount.root.rstrip("/")
             inside = path[len(root) :] if path == root or path.startswith(f"{root}/") else ""
             names = [name for name in inside.split("/") if name]

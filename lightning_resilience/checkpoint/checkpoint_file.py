@@ -1,19 +1,20 @@
-"""Checkpoints that a crash cannot tear and that no bit can leave unnoticed: torch and files, no Trainer.
+"""Checkpoints that a crash cannot leave half written, and whose damage is always detected: torch and files, no Trainer.
 
-**A file** is what ``torch.save`` writes, an ordinary zip archive that plain Lightning and ``torch.load`` read, with a
-trailer in the place that the zip format has for comments, at its very end:
+**A file** is what ``torch.save`` writes: an ordinary zip archive that plain Lightning and ``torch.load`` read. At its
+very end, where the zip format has room for a comment, is a trailer:
 
 ```
 archive as torch wrote it ... | length of comment | {"format": 1, "size": ..., "metadata": {...}, "xxh3_128": "..."}
 ```
 
-The digest is the last thing in the file and covers everything before it (the length, which only the finished trailer
-has, counts as zero; it must match the file's size exactly). Checksum and content become visible by the same rename.
+The digest is the last entry in the file and covers everything before it. The length of the comment is known only when
+the trailer is finished, so it counts as zero; it must match the file's size exactly. Checksum and content become
+visible by the same rename.
 
 **A directory** (sharded strategies: many ranks write many files in place) is complete once it holds the marker
 ``COMPLETE``, which lists every file with its size and digest and is written last.
 
-Everything here reads and writes in pieces: no checkpoint is ever in memory as a whole.
+This module reads and writes in pieces: no checkpoint is ever in memory as a whole.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ _LONGEST_COMMENT = 0xFFFF
 _CLOSING = b'"}'
 _DIGEST_SIZE = 32
 
-_SEALING_THREADS = 8  # Reading many files of a network storage at once; the hash releases the GIL.
+_SEALING_THREADS = 8  # They read many files from network storage at once; hashing releases the GIL.
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ class Stamp:
         digest: xxh3-128 over the content, as 32 hexadecimal digits.
         size: Bytes of the archive without its trailer, or of all files of a directory.
         metadata: Metadata that is readable without loading the checkpoint.
-        file: Identity of the file, if every byte of it was verified; for :func:`load`.
+        file: Identity of the file if every byte was verified, otherwise empty; for :func:`load`.
     """
 
     digest: str
@@ -85,7 +86,7 @@ class Stamp:
 
 
 class CorruptCheckpoint(ValueError):
-    """A checkpoint or a shard is missing, incomplete, damaged, foreign or none at all.
+    """A checkpoint or a shard is missing, incomplete or damaged, belongs to something else, or is no checkpoint at all.
 
     Failing storage and a lack of memory raise ``OSError`` and ``MemoryError`` instead: the checkpoint may be intact.
 
@@ -108,7 +109,7 @@ def corrupt(path: str | os.PathLike[str], reason: str, kind: str = "checkpoint")
 
 
 class _HashingWriter:
-    """The file that ``torch.save`` sees: passes everything on and hashes it on the way."""
+    """The file object that ``torch.save`` writes to: it passes all data on and hashes it on the way."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -137,19 +138,20 @@ def save(
 ) -> Stamp:
     """Saves ``obj`` as ``torch.save`` does, so that after any crash ``path`` holds its old content or the new one.
 
-    When this returns, the checkpoint is on disk and survives a power loss. When it raises, ``path`` is as it was before
-    and nothing else is left.
+    When this returns, the checkpoint is on disk and survives a power loss. When it raises, ``path`` is unchanged and no
+    other file is left.
 
     Args:
         obj: Anything that ``torch.save`` takes.
         path: The file to write or to replace. Its directory must exist.
-        metadata: JSON-serialisable; read back by :func:`read_stamp` without loading the checkpoint. At most 64 KiB.
-        before_publish: Called when everything is written, right before the checkpoint becomes visible; what it raises
-            stops the save.
-        read_back: Whether a safe load must read it before it becomes visible. Takes no memory for its tensors.
+        metadata: JSON-serializable; :func:`read_stamp` reads it without loading the checkpoint. At most 64 KiB.
+        before_publish: Called when everything is written, right before the checkpoint becomes visible; an exception
+            cancels the save.
+        read_back: Whether a safe load must succeed before the checkpoint becomes visible. It loads to the meta device,
+            so it takes no memory for tensors, except for kinds of tensors that this device does not support.
 
     Raises:
-        UnsafeContent: If it is read back, and cannot be.
+        UnsafeContent: With ``read_back``, if a safe load refuses the checkpoint.
     """
 
     def write(file: BinaryIO) -> Stamp:
@@ -157,7 +159,7 @@ def save(
         try:
             torch.save(obj, cast(IO[bytes], writer))
         except RuntimeError:
-            # torch keeps on writing after a write has failed, and then reports a wrong position instead of the cause.
+            # torch keeps writing after a write has failed, and then reports a wrong position instead of the cause.
             if writer.error is not None:
                 raise writer.error from None
             raise
@@ -171,7 +173,7 @@ def save(
         file.seek(size - 2)
         file.write(struct.pack("<H", length) + trailer + writer.hash.hexdigest().encode() + _CLOSING)
         written = _read_trailer(file, path)
-        if written is None:  # Cannot be, unless torch.save no longer ends its archives in the way we know.
+        if written is None:  # Impossible, unless torch.save ends its archives in a new way.
             raise RuntimeError(f"torch {torch.__version__} wrote {path} in a format that has no room for a checksum")
         if read_back:
             _read_back(cast(IO[bytes], file))
@@ -193,7 +195,7 @@ def _read_back(file: IO[bytes]) -> None:
         safe_load(file, "meta")
     except UnsafeContent:
         raise
-    except Exception:  # there are kinds of tensors that the meta device does not know
+    except Exception:  # the meta device does not support some kinds of tensors
         file.seek(0)
         safe_load(file)
 
@@ -201,7 +203,8 @@ def _read_back(file: IO[bytes]) -> None:
 # Files: reading
 
 
-# Of node memory such an answer is final; of shared storage, an automounter may give another one in a moment.
+# Error codes that mean a missing file. In node memory all of these are final; on shared storage an automounter may give
+# another answer in a moment.
 _MISSING = {
     "checkpoint": (errno.ENOENT, errno.ENOTDIR),
     "shard": (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.ENXIO),
@@ -209,7 +212,7 @@ _MISSING = {
 
 
 def open_regular(path: str | os.PathLike[str], kind: str = "checkpoint") -> BufferedReader:
-    """Opens a regular file for reading, and nothing else: opening a pipe blocks, opening a device may do anything."""
+    """Opens a regular file for reading and refuses others: opening a pipe blocks, opening a device may do anything."""
     not_regular = corrupt(path, "it is not a regular file", kind)
     try:
         if not stat.S_ISREG(os.stat(path).st_mode):
@@ -226,7 +229,7 @@ def open_regular(path: str | os.PathLike[str], kind: str = "checkpoint") -> Buff
 
 
 def _hash_blocks(hasher: xxhash.xxh3_128, file: BufferedReader, count: int) -> int:
-    """Hashes the next ``count`` bytes of ``file``, or as many as there are, and returns how many."""
+    """Hashes the next ``count`` bytes of ``file``, fewer if it ends before, and returns their number."""
     buffer = memoryview(bytearray(min(_BLOCK, max(count, 1))))
     left = count
     while left > 0 and (got := file.readinto(buffer[: min(left, len(buffer))])):
@@ -236,7 +239,7 @@ def _hash_blocks(hasher: xxhash.xxh3_128, file: BufferedReader, count: int) -> i
 
 
 def _read_trailer(file: BinaryIO, path: str | os.PathLike[str]) -> tuple[Stamp, bytes] | None:
-    """The stamp and the trailer that it was read from, or ``None`` if the archive ends without a comment."""
+    """The stamp of a file and the trailer that holds it, or ``None`` if the archive ends without a comment."""
     length = file.seek(0, os.SEEK_END)
     if length == 0:
         raise corrupt(path, "it is empty")
@@ -295,14 +298,14 @@ def _verify_unstamped(file: BinaryIO, path: str | os.PathLike[str]) -> None:
         # All zero: written with torch.serialization.set_crc32_options(False).
         damaged = archive.testzip() if any(record.CRC for record in records) else None
     except OSError as error:
-        if error.errno != errno.EINVAL:  # zipfile seeks to wherever a damaged record sends it.
+        if error.errno != errno.EINVAL:  # zipfile seeks to any position that a damaged record gives.
             raise
         raise corrupt(path, f"the archive is damaged ({error})") from error
-    except Exception as error:  # zipfile raises a dozen types on damaged archives, by no means only BadZipFile.
+    except Exception as error:  # zipfile raises a dozen types on damaged archives, not only BadZipFile.
         raise corrupt(path, f"the archive is damaged ({error})") from error
     if damaged is not None:
         raise corrupt(path, f"the archive's record {damaged} is damaged")
-    # The first record of an archive that lost its beginning, or is the end of another one, is not at the start.
+    # If an archive has lost its beginning, or is the end of another one, its first record is not at the start.
     if not records or min(record.header_offset for record in records) != 0:
         raise corrupt(path, "the archive is incomplete")
     if not any(record.filename.endswith("/data.pkl") for record in records):
@@ -310,13 +313,13 @@ def _verify_unstamped(file: BinaryIO, path: str | os.PathLike[str]) -> None:
 
 
 def read_stamp(path: str | os.PathLike[str]) -> Stamp | None:
-    """Reads the trailer of a checkpoint, not its content; see :func:`verify`.
+    """Reads the trailer of a checkpoint without checking its content; :func:`verify` does that.
 
     Returns:
         ``None`` for an archive without a trailer, as plain Lightning writes it.
 
     Raises:
-        CorruptCheckpoint: If this is no checkpoint or its end is missing or damaged.
+        CorruptCheckpoint: If the file is no checkpoint or its end is missing or damaged.
     """
     with open_regular(path) as file:
         found = _read_trailer(file, path)
@@ -327,11 +330,11 @@ def verify(path: str | os.PathLike[str]) -> Stamp | None:
     """Reads every byte of a checkpoint file and checks it.
 
     Returns:
-        ``None`` for an intact archive without a trailer, as plain Lightning writes it. Its tensors are checked by the
-        CRC that torch has written for each of them.
+        ``None`` for an intact archive without a trailer, as plain Lightning writes it. Its tensors are checked against
+        the CRC that torch has written for each tensor.
 
     Raises:
-        CorruptCheckpoint: If it is not intact.
+        CorruptCheckpoint: If the checkpoint is not intact.
     """
     with open_regular(path) as file:
         which = _which(file)
@@ -340,7 +343,7 @@ def verify(path: str | os.PathLike[str]) -> Stamp | None:
 
 
 def _which(file: BufferedReader) -> tuple[int, ...]:
-    """Identity of an open file on this node, which changes when it is written to."""
+    """Identity of an open file on this node; any write to the file changes it."""
     found = os.fstat(file.fileno())
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
@@ -357,14 +360,14 @@ def load(
         path: Written by :func:`save` or by plain Lightning.
         map_location: As in ``torch.load``.
         weights_only: As in ``torch.load``, where ``None`` is torch's default.
-        verified: :attr:`Stamp.file` of what a process of this node has just verified. If ``path`` is that very file, it
-            is loaded from the page cache into which that has brought it, and not hashed again.
+        verified: :attr:`Stamp.file` of a file that a process of this node has just verified. If ``path`` is the same
+            file, it is not hashed again: the verification has brought it into the page cache, from which it is loaded.
 
     Raises:
-        CorruptCheckpoint: If it is not intact, or holds with ``weights_only=True`` what a safe load does not read;
-            nothing has been loaded then.
+        CorruptCheckpoint: If the checkpoint is not intact, or if with ``weights_only=True`` it holds objects that a
+            safe load does not read. Nothing has been loaded then.
     """
-    # One open file: what is loaded is what was verified, even if the name is replaced.
+    # The file is opened once: the loaded content is the verified one, even if another file takes the name meanwhile.
     with open_regular(path) as file:
         # The checks are against damage, not against forged inodes and times. The second read, for the load, comes from
         # the page cache, which the processes of a node share.
@@ -377,7 +380,7 @@ def load(
             except UnsafeContent as error:
                 raise corrupt(path, f"it is refused: {error}") from None
             except Exception as error:
-                # Storage that fails and a lack of memory say nothing about the checkpoint.
+                # Failing storage and a lack of memory do not mean that the checkpoint is bad.
                 if isinstance(error, (OSError, MemoryError)) or "allocate memory" in str(error):
                     raise
                 raise corrupt(path, f"its content cannot be read ({type(error).__name__}: {error})") from error
@@ -389,14 +392,14 @@ class UnsafeContent(ValueError):
 
 
 def safe_load(file: IO[bytes], map_location: Any = "cpu") -> Any:
-    """What ``torch.save`` has written, if it is of types that a safe load reads.
+    """Loads what ``torch.save`` has written, if a safe load reads all its types.
 
     Raises:
-        UnsafeContent: If it is not.
+        UnsafeContent: If a safe load refuses a type.
     """
     try:
         return torch.load(file, map_location=map_location, weights_only=True)
-    except pickle.UnpicklingError as error:  # whose message goes on to recommend an unsafe load
+    except pickle.UnpicklingError as error:  # torch's message recommends an unsafe load
         found = re.search(r"GLOBAL (\S+)", str(error))
         raise UnsafeContent(
             f"it holds {found[1]}, which a safe load (weights_only) does not read" if found else "not a safe pickle"
@@ -415,7 +418,7 @@ def _files_of(directory: Path) -> list[Path]:
 
 
 def hash_file(path: Path, sync: bool = False) -> dict[str, Any]:
-    """Size and digest of a file, as the marker of its directory has them."""
+    """Size and digest of a file, in the form of its directory's marker."""
     hasher = xxhash.xxh3_128()
     with open(path, "rb") as file:
         if sync:
@@ -436,13 +439,13 @@ def seal_directory(
 ) -> None:
     """Declares a directory a complete checkpoint; one process calls this after all ranks have written.
 
-    Syncs every file to disk, then writes the marker with the digests of all of them.
+    Syncs every file to disk, then writes the marker with the digests of all files.
 
     Args:
         path: The directory.
-        metadata: JSON-serialisable, kept in the marker.
-        before_publish: Called right before the marker becomes visible; what it raises stops that.
-        known: Results of :func:`hash_file`, by name, of files that their writers have synced and hashed.
+        metadata: JSON-serializable; written into the marker.
+        before_publish: Called right before the marker becomes visible; an exception cancels that.
+        known: Results of :func:`hash_file`, by file name, for the files that their writers have synced and hashed.
     """
     directory, known = Path(path), known or {}
     for name, digest in known.items():
@@ -467,14 +470,14 @@ def publish_directory(
     before_publish: Callable[[], None],
     known: dict[str, dict[str, Any]],
 ) -> None:
-    """Seals the directory ``written`` and renames it to ``path``, which is never half a checkpoint.
+    """Seals the directory ``written`` and renames it to ``path``, so that ``path`` never holds half a checkpoint.
 
     Args:
-        written: Beside ``path``.
-        path: Where it is to be. A sealed directory that is there already is set aside meanwhile, then removed.
-        metadata: See :func:`seal_directory`, as for ``known``.
-        before_publish: Called right before the rename; what it raises stops that.
-        known: See there.
+        written: The written directory, in the same folder as ``path``.
+        path: The final name. A sealed directory that already has it is set aside until the rename, then removed.
+        metadata: See :func:`seal_directory`.
+        before_publish: Called right before the rename; an exception cancels it.
+        known: See :func:`seal_directory`.
     """
     seal_directory(written, metadata, known=known)
     before_publish()
@@ -494,11 +497,11 @@ def verify_directory(path: str | os.PathLike[str], mine: Callable[[str], bool] =
 
     Args:
         path: The directory.
-        mine: Whether to verify a file, by its name, where several ranks partition the work. The marker is always
+        mine: Whether to verify the file of the given name, where several ranks partition the work. The marker is always
             verified.
 
     Raises:
-        CorruptCheckpoint: If the marker is missing or damaged, or a file is missing, truncated or differs.
+        CorruptCheckpoint: If the marker is missing or damaged, or a file is missing, truncated or different.
     """
     directory = Path(path)
     if not directory.is_dir():
@@ -542,9 +545,9 @@ def _aside(directory: Path) -> Path:
 def set_aside(path: str | os.PathLike[str]) -> None:
     """Moves the sealed directory ``path``, if there is one, to ``previous-<name>`` before a new one is written there.
 
-    A directory is written in place, so this is what keeps the old checkpoint whole until the new one is sealed;
-    :func:`discard_aside` removes it then. A killed save leaves an unsealed directory at ``path``, the good one aside.
-    A directory that was never sealed is left alone: nobody relies on it, and it may be anything.
+    A directory is written in place, so this keeps the old checkpoint whole until the new one is sealed. Then
+    :func:`discard_aside` removes the old one. A killed save leaves an unsealed directory at ``path`` and the good one
+    aside; the next call removes the unsealed one. If no sealed one is aside, it is left alone: it may be anything.
     """
     directory = Path(path)
     aside = _aside(directory)
@@ -557,14 +560,14 @@ def set_aside(path: str | os.PathLike[str]) -> None:
 
 
 def discard_aside(path: str | os.PathLike[str]) -> None:
-    """Removes what :func:`set_aside` kept; called when ``path`` is complete."""
+    """Removes the directory that :func:`set_aside` kept; call it when ``path`` is complete."""
     aside = _aside(Path(path))
     if (aside / MARKER).is_file():
         remove(aside)
 
 
 def put_back_aside(folder: str | os.PathLike[str]) -> None:
-    """Gives directories in ``folder`` their names back that a save had set aside which was killed before its rename."""
+    """Renames directories in ``folder`` back that a save had set aside before it was killed."""
     for aside in sorted(Path(folder).glob(f"{_ASIDE}*")):
         directory = aside.with_name(aside.name.removeprefix(_ASIDE))
         if (aside / MARKER).is_file() and not os.path.lexists(directory):
@@ -576,7 +579,7 @@ def put_back_aside(folder: str | os.PathLike[str]) -> None:
 
 
 def remove(path: str | os.PathLike[str]) -> None:
-    """Removes a checkpoint if it exists: a file, a link, or a directory, of which no half is left under its name."""
+    """Removes a checkpoint if it exists: a file, a link or a directory; no half of a directory keeps its name."""
     path = Path(path)
     if path.is_dir() and not path.is_symlink():
         temporary = temporary_path(path)
@@ -587,10 +590,10 @@ def remove(path: str | os.PathLike[str]) -> None:
 
 
 def link(target: str | os.PathLike[str], path: str | os.PathLike[str]) -> None:
-    """Makes ``path`` a relative link to the checkpoint ``target``; it never is missing or points at nothing in between.
+    """Makes ``path`` a relative link to the checkpoint ``target``, without a moment in which it is missing or dangling.
 
-    Only a directory at ``path`` is removed before. Where the storage knows no symbolic links, ``path`` becomes a copy
-    of the file.
+    Only a directory at ``path`` is removed first. Where the storage has no symbolic links, ``path`` becomes a copy of
+    the file.
     """
     target, path = Path(target), Path(path)
     if not target.exists():
@@ -610,18 +613,19 @@ def link(target: str | os.PathLike[str], path: str | os.PathLike[str]) -> None:
 
 
 def quarantine(path: str | os.PathLike[str], folder: str | os.PathLike[str], reason: str) -> Path:
-    """Moves a bad checkpoint out of the way, never to be chosen again and never deleted.
+    """Moves a bad checkpoint to a quarantine folder: it is never chosen again, but not deleted.
 
     Args:
-        path: A file, directory or link. If another process has moved it already, the place where it is now is returned.
-        folder: Where to; created if needed. On another file system, a ``quarantine`` beside ``path`` is used instead.
-        reason: Written into a ``.reason.txt`` beside the moved checkpoint, if the storage still takes it.
+        path: A file, directory or link. If another process has moved it already, its new path is returned.
+        folder: The quarantine folder; created if needed. If it is on another file system, a folder ``quarantine`` next
+            to ``path`` is used instead.
+        reason: Written into a ``.reason.txt`` next to the moved checkpoint, if the storage can still be written to.
 
     Returns:
-        Where the checkpoint is now.
+        The checkpoint's new path.
 
     Raises:
-        OSError: If it cannot be moved (read-only storage): it still is where it was, and must be passed over.
+        OSError: If it cannot be moved (read-only storage): it is still at ``path``, and the caller must skip it.
     """
     path, folder = Path(path), Path(folder)
     name = f"{path.name}.{uuid.uuid4().hex[:8]}"

@@ -1,8 +1,8 @@
 """The position of a rank in its random streams and its data, for an exact resume in the middle of an epoch.
 
 A data loader's order and the random numbers of its workers follow from the state of the random generators at the moment
-its iterator was made. So a position is that state, the number of batches fetched since, and the state now: a resume
-makes the iterator from the first, fetches as many batches again, and goes on from the second.
+its iterator was made. So a position is that state, the number of batches fetched since, and the random state now. A
+resume sets the first state, makes the iterator, fetches the same number of batches again, and sets the second state.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ RandomState = dict[str, Any]
 """The state of every global random generator of a process, in plain types (see :mod:`.safe_serialization`)."""
 
 MOST_SEEDS = 100
-"""As many data loaders may a validation have whose draws are followed."""
+"""The most seeds that :func:`seeds_drawn` follows, so the most data loaders of a validation whose draws it follows."""
 PROGRESS_INTERVAL_S = 5.0
 """Seconds between two log lines on the progress of a replay."""
 
@@ -52,7 +52,7 @@ def get_random_state(device: torch.device, generators: Iterable[torch.Generator]
 
     Args:
         device: This rank's device.
-        generators: More generators, those of data loaders and samplers; a resume passes the same ones in the same
+        generators: Further generators, of data loaders and samplers; a resume must pass the same ones in the same
             order.
     """
     state = {
@@ -70,7 +70,7 @@ def set_random_state(state: RandomState, device: torch.device, generators: Itera
     """Restores what :func:`get_random_state` returned."""
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
-    np.random.set_state(from_safe(state["numpy"]))  # earlier versions have saved it as such
+    np.random.set_state(from_safe(state["numpy"]))  # earlier versions have saved it in safe form
     torch.set_rng_state(state["torch"])
     for generator, generator_state in zip(generators, state["generators"], strict=False):
         generator.set_state(generator_state)
@@ -92,14 +92,14 @@ def is_same(one: Any, other: Any) -> bool:
 
 
 def seeds_drawn(before: torch.Tensor, after: torch.Tensor) -> int | None:
-    """How many seeds a generator has given between two of its states: an iterator of a data loader draws one.
+    """How many seeds were drawn from a generator between two of its states: each iterator of a data loader draws one.
 
     Args:
-        before: As ``Generator.get_state`` gives it, on the CPU.
-        after: The same.
+        before: Earlier state, from ``Generator.get_state`` on the CPU.
+        after: Later state, from the same.
 
     Returns:
-        ``None`` if it has given something else, or more than :data:`MOST_SEEDS`.
+        ``None`` if something other than seeds was drawn, or more than :data:`MOST_SEEDS`.
     """
     generator = torch.Generator().set_state(before)
     for count in range(MOST_SEEDS + 1):
@@ -110,7 +110,7 @@ def seeds_drawn(before: torch.Tensor, after: torch.Tensor) -> int | None:
 
 
 def after_seeds(state: torch.Tensor, count: int) -> torch.Tensor:
-    """The state of a generator that has given so many seeds."""
+    """The state of a generator after ``count`` seeds were drawn in ``state``."""
     generator = torch.Generator().set_state(state)
     for _ in range(count):
         _draw_seed(generator)
@@ -125,7 +125,7 @@ def loader_generators(loaders: Iterable[Any]) -> list[torch.Generator]:
     """The generators that the user gave to data loaders or samplers, each once, in a fixed order.
 
     Args:
-        loaders: Loaders, or samplers that are in none of them.
+        loaders: Loaders, or samplers that belong to none of them.
     """
     found: dict[int, torch.Generator] = {}
     for loader in loaders:
@@ -139,7 +139,7 @@ def loader_generators(loaders: Iterable[Any]) -> list[torch.Generator]:
 
 
 def batch_sizes(loaders: Iterable[Any]) -> list[int | None]:
-    """The batch size of each loader; ``None`` where it is not known."""
+    """The batch size of each loader; ``None`` if it is unknown."""
     sizes = []
     for loader in loaders:
         given = (getattr(owner, "batch_size", None) for owner in (loader, getattr(loader, "batch_sampler", None)))
@@ -148,10 +148,10 @@ def batch_sizes(loaders: Iterable[Any]) -> list[int | None]:
 
 
 def change_of_batch_size(before: list[int | None], now: list[int | None]) -> Fraction | None:
-    """How many batches of now have as many samples as one of before.
+    """How many batches of the present sizes have as many samples as one batch of the earlier sizes.
 
     Returns:
-        ``None`` if that is not known, or not the same for all loaders.
+        ``None`` if that is unknown, or not the same for all loaders.
     """
     if len(before) != len(now):
         return None
@@ -168,11 +168,11 @@ def workers_have_own_samples(loaders: Iterable[Any]) -> bool:
 
 
 def inexact_loaders(loaders: Iterable[Any], are_kept: bool = False) -> list[str]:
-    """Why a resume with these loaders is not exact, a sentence for each reason, naming what to change.
+    """Why a resume with these loaders is not exact: a text for each reason, with what to change.
 
     Args:
         loaders: The training data loaders.
-        are_kept: Whether the random states of persistent workers are known.
+        are_kept: Whether the random states of persistent workers are saved.
     """
     reasons = []
     for index, loader in enumerate(loaders):
@@ -192,11 +192,12 @@ def inexact_loaders(loaders: Iterable[Any], are_kept: bool = False) -> list[str]
 
 
 def describe_data(loaders: Iterable[Any], like: Any = None) -> list[dict[str, Any]]:
-    """What identifies the data of a fit at little cost: their length, and the indices of a subset.
+    """What identifies the data of a fit at little cost: the length of each dataset, and the indices of a subset.
 
     Args:
         loaders: The data loaders of the fit.
-        like: An earlier description to compare with: versions of this package described the same data differently.
+        like: An earlier description to compare with. If an older version of this package wrote it, the result has its
+            form.
     """
     described: list[dict[str, Any]] = []
     as_before = isinstance(like, list) and any(isinstance(each, dict) and "part" in each for each in like)
@@ -213,23 +214,23 @@ def describe_data(loaders: Iterable[Any], like: Any = None) -> list[dict[str, An
 
 
 def _digest(indices: Any) -> str:
-    """The same for the same numbers, be they in a list, an array or a tensor."""
+    """A digest of indices: the same for the same numbers in a list, an array or a tensor."""
     try:
-        # Millions of them one by one, as tensors, would take minutes.
+        # To convert millions of tensor elements one by one would take minutes.
         array = indices.cpu().numpy() if isinstance(indices, torch.Tensor) else np.asarray(indices)
     except (TypeError, ValueError, OverflowError):
         array = np.empty(0, dtype=object)
-    if array.dtype.kind not in "iu":  # keys of any other kind
+    if array.dtype.kind not in "iu":  # the keys are not integers
         return xxhash.xxh3_128_hexdigest(repr(list(indices)).encode())
     return xxhash.xxh3_128_hexdigest(np.ascontiguousarray(array, dtype=np.int64).data)
 
 
 def can_skip(loader: Any) -> bool:
-    """Whether this loader's place can be found by its sampler alone, without reading the data of the batches before.
+    """Whether a resume can advance only this loader's sampler, without reading the data of the earlier batches.
 
-    Only where everything that takes part is known to keep no state between two reads, and to draw nothing but from the
-    global generators, whose state is restored afterwards: torch's own loader without workers, samplers, collation and
-    tensor datasets. What a dataset of the user's does when it is read cannot be known; reading again is always right.
+    This needs parts that keep no state between two reads and draw only from the global generators, whose state is
+    restored afterwards: torch's own loader without workers, with its own samplers, collation and tensor datasets. What
+    a user's dataset does when it is read is unknown; reading the batches again is always right.
     """
     if type(loader) is not DataLoader or loader.num_workers > 0 or type(loader.batch_sampler) is not BatchSampler:
         return False
@@ -246,12 +247,12 @@ def _only_tensors(dataset: Any) -> bool:
 
 
 def keeps_workers(loader: Any) -> bool:
-    """Whether its workers live longer than an epoch."""
+    """Whether the loader's workers live longer than an epoch."""
     return isinstance(loader, DataLoader) and loader.persistent_workers and loader.num_workers > 0
 
 
 def start_persistent_workers(loaders: Iterable[Any]) -> None:
-    """Starts persistent workers, which draw their seed once, when they start; those that run go on."""
+    """Starts persistent workers that are not yet running; they draw their seed only once, at their start."""
     for loader in loaders:
         if keeps_workers(loader) and loader._iterator is None:
             iter(loader)
@@ -267,8 +268,8 @@ def replay(fetch: Callable[[], Any], batches: int, rank: int = 0) -> None:
 
     Args:
         fetch: Fetches one batch.
-        batches: How many had been fetched.
-        rank: Rank 0 logs the progress.
+        batches: Number of batches that had been fetched.
+        rank: This rank; rank 0 logs the progress.
     """
     started = last = time.monotonic()
     for done in range(1, batches + 1):

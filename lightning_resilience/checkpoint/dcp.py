@@ -1,10 +1,10 @@
-"""Directories of PyTorch's distributed checkpoint (DCP), read without executing anything in them.
+"""Reads directories of PyTorch's distributed checkpoint (DCP) without executing anything in them.
 
-DCP pickles the description of a directory (``.metadata``) and every value that is no tensor, and unpickles both: anyone
-who can write into the directory could execute code on every rank that resumes. Here the description is read by an
-unpickler that knows the names of DCP's own classes, and gives inert stand-ins for them: nothing of this process can be
-reached from the file. What it describes is made of them afterwards. Values are read as ``weights_only`` reads them.
-What the description costs in memory is a multiple of its size, whatever it holds.
+DCP pickles the description of a directory (``.metadata``) and every value that is not a tensor, and unpickles both. So
+anyone who can write into the directory could execute code on every rank that resumes. Here an unpickler reads the
+description: it accepts only the names of DCP's own classes and returns inert stand-ins for them, so the file can reach
+no object of this process. The real objects are made from the stand-ins afterwards. Values are read with
+``weights_only``. To read the description takes memory of a multiple of its size, regardless of its content.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ METADATA = ".metadata"
 """The file in which DCP describes a directory."""
 
 REST = "meta.pt"
-"""The file in which Lightning keeps what is neither of the module nor of an optimizer."""
+"""The file in which Lightning keeps all state that belongs neither to the module nor to an optimizer."""
 
 
 # The description
 
 
 class _Inert:
-    """Stands for an object of one class while a pickle is read: keeps what it is to be made of, and does nothing."""
+    """Stands for an object of one class while a pickle is read: only keeps what the object will be made from."""
 
     name: tuple[str, str]
     arguments: tuple[Any, ...]
@@ -57,7 +57,7 @@ class _Inert:
 
 
 def _classes(module: Any) -> dict[tuple[str, str], type]:
-    """The data classes and enumerations that are defined in ``module``: whatever this version of torch has of them."""
+    """The data classes and enumerations that ``module`` defines in the installed version of torch, by full name."""
     return {
         (module.__name__, name): each
         for name, each in vars(module).items()
@@ -86,14 +86,14 @@ def _constant(name: str, kind: type) -> Any:
 
 _REFUSED = {"EXT1", "EXT2", "EXT4", "BINPERSID", "BYTEARRAY8", "NEXT_BUFFER", "READONLY_BUFFER"}
 _REFUSED |= {each.name for each in pickletools.opcodes if each.arg and each.arg.n == pickletools.UP_TO_NEWLINE}
-_REFUSED -= {"GLOBAL"}  # of protocol 2 and 3
+_REFUSED -= {"GLOBAL"}  # protocols 2 and 3 use it
 _PUTS = ("BINPUT", "LONG_BINPUT", "MEMOIZE")
 
 
 def _check_opcodes(data: bytes) -> None:
-    """Refuses a pickle that takes more memory than it is long, such as one that asks for the last place of a huge memo.
+    """Refuses a pickle that takes far more memory than its length, such as one that uses only the last slot of a memo.
 
-    Also what a pickler of today never writes: numbers and names as lines of text, classes by number, buffers.
+    Also refuses what current picklers never write: numbers and names as lines of text, classes by number, buffers.
     """
     puts = 0
     for opcode, argument, _ in pickletools.genops(data):
@@ -115,7 +115,7 @@ class _Unpickler(pickle.Unpickler):
             return _constant(name, torch.dtype)
         if (key := (module, name)) not in _RECORDS and key not in _CALLS:
             raise UnsafeContent(f"{module}.{name} is not allowed in it")
-        # New ones for each file: what a pickle can change of a class, it changes of these.
+        # New classes for each file: a pickle can change attributes of a class, but only of these.
         return self._stand_ins.setdefault(key, type(name, (_Inert,), {"name": key}))
 
     def persistent_load(self, pid: Any) -> Any:
@@ -123,17 +123,17 @@ class _Unpickler(pickle.Unpickler):
 
 
 def read_metadata(data: bytes) -> Metadata:
-    """What the content of a ``.metadata`` describes. Nothing in it is executed.
+    """Reads the content of a ``.metadata`` file. Nothing in it is executed.
 
     Raises:
-        UnsafeContent: If there is anything else in it than what DCP writes.
+        UnsafeContent: If it holds anything other than what DCP writes.
     """
     try:
         _check_opcodes(data)
         found = _Made().of(_Unpickler(data).load())
     except UnsafeContent:
         raise
-    except Exception as error:  # whatever a damaged pickle, or one made on purpose, leads to
+    except Exception as error:  # a damaged or malicious pickle can raise anything
         raise UnsafeContent(f"it cannot be read ({type(error).__name__}: {error})") from error
     if not isinstance(found, Metadata) or not isinstance(found.storage_data, dict):
         raise UnsafeContent("it does not describe a checkpoint")
@@ -141,10 +141,10 @@ def read_metadata(data: bytes) -> Metadata:
 
 
 class _Made:
-    """The objects that inert ones stand for, and all that is in them: each once, however often it is referred to."""
+    """Makes real objects from inert ones and from their content: each only once, however often it is referenced."""
 
     def __init__(self) -> None:
-        self._made: dict[int, tuple[Any, Any]] = {}  # by id, with what has it: nothing else gets it meanwhile
+        self._made: dict[int, tuple[Any, Any]] = {}  # by id; the original is kept, so its id is not reused
 
     def of(self, value: Any) -> Any:
         kind = type(value)
@@ -183,13 +183,13 @@ class _Made:
         return record
 
 
-# What it describes
+# The directory that it describes
 
 
 def is_share(name: str, rank: int, world_size: int) -> bool:
-    """Whether a file of a directory is for ``rank`` to verify: what every rank reads, and shards that it has written.
+    """Whether ``rank`` verifies the file ``name`` of a directory: one that every rank reads, or a shard of its own.
 
-    Of a directory that another number of ranks has written each file is some rank's share.
+    If another number of ranks has written the directory, each shard is still exactly one rank's share.
     """
     shard = re.fullmatch(r"__(\d+)_\d+\.distcp", name)
     return shard is None or int(shard[1]) % world_size == rank
@@ -199,11 +199,12 @@ def check(directory: Path, mine: Callable[[str], bool]) -> None:
     """Checks that loading a directory of DCP executes nothing in it; other directories pass.
 
     Args:
-        directory: Its files are what they were when it was sealed.
-        mine: Says by a file's name whether to look into it; into those that every rank reads it is looked anyway.
+        directory: The directory; its files must be verified as unchanged since it was sealed.
+        mine: Whether to check the values in the file of the given name. ``.metadata`` and ``meta.pt``, which every rank
+            reads, are always checked.
 
     Raises:
-        CorruptCheckpoint: Says what is wrong with which file.
+        CorruptCheckpoint: If loading is refused. The message names the file and the reason.
     """
     if not (directory / METADATA).is_file():
         return
@@ -214,7 +215,7 @@ def check(directory: Path, mine: Callable[[str], bool]) -> None:
         if (directory / REST).is_file():
             with open(directory / REST, "rb") as file:
                 safe_load(file)
-        sizes: dict[str, int] = {}  # of the files, less what has been read of them
+        sizes: dict[str, int] = {}  # of each file, minus the bytes already read from it
         for index, stored in described.storage_data.items():
             name = stored.relative_path
             if name not in sizes:
@@ -233,7 +234,7 @@ def check(directory: Path, mine: Callable[[str], bool]) -> None:
                 safe_load(io.BytesIO(file.read(stored.length)))
     except OSError as error:
         raise corrupt(directory, f"{name} cannot be read ({error})") from error
-    except Exception as error:  # a pickle that is refused, or nothing that torch.load knows
+    except Exception as error:  # a refused pickle, or content that torch.load does not know
         raise corrupt(directory, f"{name} is refused: {error}") from error
 
 
@@ -241,8 +242,8 @@ def check(directory: Path, mine: Callable[[str], bool]) -> None:
 def nothing_unpickled() -> Iterator[None]:
     """While this is active, loading a directory with DCP, as Lightning's strategies do, executes nothing in it.
 
-    What only a pickle could have kept is not in it: it stays what it is now, unless it is a tensor. A strict load would
-    fail, at every resume.
+    Values that only a pickle could have kept were not saved. They keep their present value, since a strict load would
+    otherwise fail at every resume. A missing tensor is still an error.
     """
     torch_read, torch_load = FileSystemReader.read_metadata, DefaultLoadPlanner.load_bytes
     torch_plan = DefaultLoadPlanner.create_local_plan
@@ -254,7 +255,7 @@ def nothing_unpickled() -> Iterator[None]:
         return found
 
     def load(self: DefaultLoadPlanner, read_item: Any, value: io.BytesIO) -> None:
-        # Written anew: torch's own reading of it finds what the safe one has made, however the two may differ.
+        # The safely loaded value is written anew, so torch reads that, even if its own loader would read more.
         safe = io.BytesIO()
         torch.save(safe_load(value), safe)
         safe.seek(0)

@@ -1,7 +1,7 @@
 """Streams, events and host memory of an accelerator, for copies of a state to the host.
 
-Everything goes through torch's names for any accelerator (:func:`torch.get_device_module`). What only CUDA and ROCm
-have is in this file, and is done without elsewhere.
+All calls use torch's interface for any accelerator (:func:`torch.get_device_module`). Features that only CUDA and ROCm
+have are used only in this file; other accelerators do without them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _RELAXED = 2  # cudaStreamCaptureModeRelaxed
 
 
 def accelerator(tensor: torch.Tensor) -> torch.device | None:
-    """The device that ``tensor`` is on, if that works beside the host."""
+    """The accelerator that ``tensor`` is on; ``None`` for the host and the meta device."""
     return None if tensor.device.type in ("cpu", "meta") else tensor.device
 
 
@@ -36,8 +36,8 @@ def accelerator(tensor: torch.Tensor) -> torch.device | None:
 def side_stream(device: torch.device) -> Any:
     """The stream on which this process copies states from ``device``.
 
-    One for all copies: torch takes streams from a pool of 32, so repeated requests for a new one return those of
-    others, such as NCCL.
+    There is one for all copies: torch takes streams from a pool of 32, so repeated requests for a new one would return
+    streams that others use, such as NCCL.
     """
     return torch.get_device_module(device).Stream(device)
 
@@ -50,18 +50,18 @@ def mark(device: torch.device, timed: bool = False) -> Any:
 
 def _event(module: Any, timed: bool = False) -> Any:
     try:
-        return module.Event(enable_timing=timed, blocking=True)  # a wait that sleeps, and does not spin on a core
+        return module.Event(enable_timing=timed, blocking=True)  # a wait sleeps instead of spinning on a core
     except TypeError:
         return module.Event(enable_timing=timed)
 
 
 @contextlib.contextmanager
 def at_work_for(devices: Iterable[torch.device]) -> Iterator[None]:
-    """For work on ``devices`` in another thread than that of the training.
+    """Context for work on ``devices`` in another thread than the training thread.
 
-    A thread begins on the device 0, where its first call of the runtime, be it to wait for an event, would make a
-    context: half a gigabyte for each process of the node. And while the training records a CUDA graph, calls that wait
-    or register memory would break the recording, unless their thread has said that it has no part in it.
+    A thread begins on device 0. Its first call of the runtime, even a wait for an event, would create a context there:
+    half a gigabyte for each process of the node. And while the training records a CUDA graph, calls that wait or
+    register memory would break the recording, unless their thread has declared that it takes no part in it.
     """
     device = next(iter(devices), None)
     if device is None:
@@ -78,7 +78,7 @@ def at_work_for(devices: Iterable[torch.device]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def on_side_stream(device: torch.device) -> Iterator[Any]:
-    """Makes :func:`side_stream` the current stream; once around many copies, since it takes time."""
+    """Makes :func:`side_stream` the current stream. Enter it once for many copies, since entering takes time."""
     module, stream = torch.get_device_module(device), side_stream(device)
     with module.device(device), module.stream(stream):
         yield stream
@@ -90,45 +90,45 @@ def end_of(stream: Any) -> Any:
 
 
 def is_recording(device: torch.device) -> bool:
-    """Whether this thread is capturing a graph: kernels are recorded, not launched."""
+    """Whether this thread is capturing a graph: then kernels are recorded, not launched."""
     asked = getattr(torch.get_device_module(device), "is_current_stream_capturing", None)
     return asked is not None and bool(asked())
 
 
 @functools.cache
 def _capture_mode_function() -> Callable[[Any], int] | None:
-    """``cudaThreadExchangeStreamCaptureMode``: torch uses it for its own threads, and does not pass it on."""
+    """``cudaThreadExchangeStreamCaptureMode``, which torch uses for its own threads but does not expose."""
     for version, library, name in (
         (torch.version.cuda, "libcudart.so", "cudaThreadExchangeStreamCaptureMode"),
         (torch.version.hip, "libamdhip64.so", "hipThreadExchangeStreamCaptureMode"),
     ):
         if version is not None:
-            with contextlib.suppress(OSError, AttributeError):  # the one that torch has loaded is found by this name
+            with contextlib.suppress(OSError, AttributeError):  # this name finds the library that torch has loaded
                 function: Callable[[Any], int] = getattr(ctypes.CDLL(f"{library}.{version.split('.')[0]}"), name)
                 return function
     return None
 
 
 def _exchange_capture_mode(mode: int) -> int | None:
-    """Sets how this thread stands to graphs that other threads record; returns how before, if it could be set."""
+    """Sets this thread's mode for graphs that other threads record; returns the previous mode, ``None`` on failure."""
     function = _capture_mode_function()
     value = ctypes.c_int(mode)
     return None if function is None or function(ctypes.byref(value)) else value.value
 
 
 def has_work(device: torch.device) -> bool:
-    """Whether ``device`` has not done all that it was given on its default stream; for any thread, without a wait."""
+    """Whether the default stream of ``device`` has unfinished work; callable from any thread, without a wait."""
     with at_work_for([device]):
-        # That of this thread, which has chosen none.
+        # The current stream of this thread is the default stream, since this thread has chosen no other.
         return not torch.get_device_module(device).current_stream(device).query()
 
 
 def why_unusable(device: torch.device, within_s: float) -> str | None:
-    """Why this process cannot use ``device`` any more: some errors stay until it ends. ``None``: it can.
+    """Why this process cannot use ``device`` any more (some errors last until the process ends); ``None`` if it can.
 
     Args:
-        device: An accelerator; for the host it is always ``None``.
-        within_s: How long it may take, with all that it was given before.
+        device: An accelerator; for the host the result is always ``None``.
+        within_s: How many seconds the device may take for the work it has already and for a small test.
     """
     if device.type == "cpu":
         return None
@@ -149,7 +149,7 @@ def why_unusable(device: torch.device, within_s: float) -> str | None:
 
 
 def release_memory(device: torch.device) -> None:
-    """Gives back what torch keeps of the memory of ``device`` for later."""
+    """Frees the memory of ``device`` that torch caches."""
     if device.type != "cpu" and (release := getattr(torch.get_device_module(device), "empty_cache", None)) is not None:
         release()
 
@@ -158,21 +158,21 @@ def release_memory(device: torch.device) -> None:
 
 
 class Registration:
-    """Host memory that a device writes into by itself: at the speed of the bus, and while the host does other things.
+    """Host memory into which a device writes directly: at the speed of the bus, while the host does other things.
 
-    For as long as this object is there. The memory stays mapped until then.
+    The registration lasts for the lifetime of this object, which keeps the memory mapped.
     """
 
     def __init__(self, memory: torch.Tensor, device: torch.device, runtime: Any) -> None:
         error = int(runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, _PORTABLE))
         if error:
             raise OSError(f"error {error} of its runtime")
-        # Not at the end of the process, which gives everything back anyway; the runtime may be gone by then.
+        # Not at the end of the process, which frees everything anyway; the runtime may be gone by then.
         weakref.finalize(self, _unregister, memory, device, runtime, os.getpid()).atexit = False
 
 
 def _unregister(memory: torch.Tensor, device: torch.device, runtime: Any, pid: int) -> None:
-    if os.getpid() == pid:  # a forked process has nothing of the device
+    if os.getpid() == pid:  # a forked process has no access to the device
         with at_work_for([device]):
             runtime.cudaHostUnregister(memory.data_ptr())
 
@@ -183,24 +183,24 @@ _not_registered: set[torch.device] = set()
 def register(memory: torch.Tensor, device: torch.device | None) -> Registration | None:
     """Registers ``memory`` with ``device``, which then writes into it directly; ``None`` where that is not possible.
 
-    A failure is logged once, and not tried again.
+    A failure is logged once per device and not tried again.
 
     Args:
-        memory: One piece. The file that it is mapped from, if any, must not be cut: the device would go on writing
-            into the pages that were cut off.
-        device: That is copied from; ``None`` for the host.
+        memory: One contiguous piece. If it is mapped from a file, the file must not be truncated: the device would keep
+            writing into the pages that were cut off.
+        device: The device to copy from; ``None`` for the host.
     """
     if device is None or device in _not_registered or not memory.nbytes:
         return None
     runtime_of = getattr(torch.get_device_module(device), "cudart", None)
-    if runtime_of is None:  # only CUDA and ROCm can have memory registered that is there already
+    if runtime_of is None:  # only CUDA and ROCm can register existing memory
         return None
 
     def work() -> Registration:
         with at_work_for([device]):
             return Registration(memory, device, runtime_of())
 
-    # What fails stays the last error of its thread, which torch would take for that of the next kernel launched there.
+    # A failure stays the last error of its thread; torch would take it for an error of the next kernel launched there.
     try:
         return in_daemon_thread(work, "registers-memory").result()
     except (OSError, RuntimeError) as error:
@@ -217,29 +217,29 @@ def register(memory: torch.Tensor, device: torch.device | None) -> Registration 
 
 
 class Standstill:
-    """For how long the training stands still, from here to :meth:`over`.
+    """Measures how long the training stands still, from the creation of this object to :meth:`over`.
 
-    With an accelerator that is the time for which this has nothing to do. The host runs ahead of it, so what the host
-    waits for while the device is still at work costs nothing.
+    With an accelerator this is the time in which the accelerator has nothing to do. The host runs ahead of it, so a
+    wait of the host costs nothing while the device is still at work.
 
     Args:
-        devices: On which the training runs; none: on the host.
+        devices: The accelerators on which the training runs; empty if it runs on the host.
     """
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
-        # In a graph that is being recorded nothing is timed.
+        # While a graph is being recorded, its device is not timed.
         self._began = {device: mark(device, timed=True) for device in devices if not is_recording(device)}
         self._ended: dict[torch.device, Any] = {}
         self._since = time.perf_counter()
         self._host_s = 0.0
 
     def over(self) -> None:
-        """The training goes on."""
+        """Call it when the training continues."""
         self._host_s = time.perf_counter() - self._since
         self._ended = {device: mark(device, timed=True) for device in self._began if not is_recording(device)}
 
     def seconds(self) -> float:
-        """How long it was; waits until the devices have come to its end, so not for the thread of the training."""
+        """Length of the standstill. Waits until the devices have reached its end: not for the training thread."""
         if not self._ended:
             return self._host_s
         with at_work_for(self._ended):

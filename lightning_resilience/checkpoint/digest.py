@@ -1,8 +1,8 @@
 """A digest of many tensors, so that ranks can compare their states. Torch only.
 
-What lies in host memory is hashed there (xxh3-128). What lies on a device is not brought to the host for it: the device
-adds up its 32-bit words, each times an odd number of its own, modulo 2^64. A change of one word always changes the sum,
-and two different states have the same one by chance only, also where the same bit is wrong in many places.
+Tensors in host memory are hashed there (xxh3-128). Tensors on a device are not copied to the host for this: the device
+sums their 32-bit words, each multiplied by its own odd number, modulo 2^64. A change of one word always changes the
+sum, and different states have the same sum only by chance, even if the same bit is wrong in many places.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from lightning_resilience.checkpoint import devices
 from lightning_resilience.checkpoint.tensor_bytes import as_words, flat, is_dense
 
 _COLUMNS = 1 << 16
-"""How many words a row has, and how many numbers there are to multiply with."""
+"""Number of words in a row, and number of different weights."""
 
 _ROWS = 64
-"""How many rows are multiplied at once: more take more memory of the device (32 MiB), fewer take more kernels."""
+"""Number of rows multiplied at once: more take more device memory (64 rows: 32 MiB), fewer take more kernels."""
 
 
 class Digest:
-    """The digest of tensors that are added one list after the other; the same lists give the same digest.
+    """The digest of lists of tensors, added one after the other; the same lists give the same digest.
 
-    A list may be added from any thread and on any stream: what a device has to do for it is put on its current stream,
-    and nobody waits for it before :meth:`bring`.
+    A list may be added from any thread and on any stream: the device's work is queued on its current stream, and no
+    thread waits for it before :meth:`bring`.
     """
 
     def __init__(self) -> None:
@@ -37,10 +37,10 @@ class Digest:
 
     @torch.no_grad()
     def add(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Adds what lies in the host's memory, or on one device, as it is now; what has no content counts for nothing.
+        """Adds the present values of tensors in host memory or on devices; empty and meta tensors add nothing.
 
         Args:
-            tensors: Strided ones.
+            tensors: Strided tensors.
         """
         on_device: dict[torch.device, list[torch.Tensor]] = {}
         for tensor in tensors:
@@ -62,17 +62,17 @@ class Digest:
             self._sums[device] = host.copy_(total, non_blocking=True)
 
     def hexdigest(self) -> str:
-        """What has been added, as 32 hexadecimal digits. Waits for what was not brought."""
+        """The digest of all added lists, as 32 hexadecimal digits. Waits for devices not covered by :meth:`bring`."""
         whole = self._host.copy()
         whole.update(repr([int(total) for total in self._sums.values()]).encode())
         return str(whole.hexdigest())
 
 
 def digest_of(tensors: Iterable[torch.Tensor]) -> str:
-    """The digest of tensors on any devices, as they are now. Waits for their devices.
+    """The digest of the present values of tensors on any devices. Waits for their devices.
 
     Args:
-        tensors: Strided ones.
+        tensors: Strided tensors.
     """
     digest = Digest()
     digest.add(tensors)
@@ -80,7 +80,7 @@ def digest_of(tensors: Iterable[torch.Tensor]) -> str:
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements of a tensor as they lie in memory if that is one piece, else in their order."""
+    """The elements of a tensor: in memory order if they fill one piece of memory, otherwise in index order."""
     tensor = tensor.detach()
     if tensor.is_conj() or tensor.is_neg() or not is_dense(tensor.shape, tensor.stride()):
         tensor = tensor.resolve_conj().resolve_neg().contiguous()
@@ -88,7 +88,7 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _pieces(tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """The words of all tensors, in pieces that are multiplied at once: small tensors together, large ones in parts."""
+    """The words of all tensors in pieces to multiply at once: small tensors are joined, large ones are split."""
     together: list[torch.Tensor] = []
     count = 0
     for tensor in tensors:
@@ -119,7 +119,7 @@ def _weighted_sum(tensors: Sequence[torch.Tensor], device: torch.device) -> torc
 
 @functools.cache
 def _weights(device: torch.device) -> torch.Tensor:
-    """Odd numbers of 64 bits with no order in them (splitmix64), the same in every process."""
+    """Pseudo-random odd 64-bit numbers (splitmix64), the same in every process."""
     numbers = np.arange(1, _COLUMNS + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     numbers = (numbers ^ (numbers >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     numbers = (numbers ^ (numbers >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

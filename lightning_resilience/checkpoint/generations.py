@@ -1,15 +1,15 @@
-"""Which local generations can be resumed from, and what has to travel between nodes for it: pure functions.
+"""Decides which local generations are complete, and which shards nodes must exchange to load one: pure functions.
 
 A generation is the state of all ranks at one boundary, in shards (see ``rank_state.py``). A rank needs its own shard
 and, where ranks hold replicas, the replicated shards of any node. A shard may lie on the rank's node, on another one
 that keeps a copy of it, or on a node that did not take part in the save.
 
-The places of a run are those of the ranks with which it was begun. Of ``n`` processes, number ``r`` takes the places
-``r``, ``r + n``, ``r + 2 * n``, ..., and its shard has their states. So which shards a process needs follows from how
-many processes have saved the generation, how many there are now, and how many places the run has.
+A run has one place for each rank with which it began. Of ``n`` processes, number ``r`` takes the places ``r``,
+``r + n``, ``r + 2 * n``, ..., and its shard holds the states of these places. So three numbers determine which shards a
+process needs: the number of processes that saved the generation, their number now, and the number of places of the run.
 
-Where groups of ranks hold the state together, there are whole groups of places and of processes. So a process takes the
-places of ranks that have the same part of the state as itself.
+Where groups of ranks hold the state together, the numbers of places and of processes are multiples of the group size.
+So a process takes only places of ranks that hold the same part of the state as the process itself.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ SHARD_SUFFIX = ".shard"
 GENERATION_FOLDER = re.compile(r"step-(?P<step>[0-9]{12,})-(?P<generation>[0-9a-f]{8})")
 
 WHOLE = "whole"
-"""The kind of a generation whose ranks each had the whole state."""
+"""The kind of a generation in which each rank had the whole state."""
 
 
 def shard_path(directory: Path, step: int, generation: str, name: str) -> Path:
-    """Where a node keeps a shard in the folder of its fit."""
+    """The file of a shard in ``directory``, the folder of a fit on a node."""
     return directory / f"step-{step:012d}-{generation}" / f"{name}{SHARD_SUFFIX}"
 
 
 @dataclass(frozen=True)
 class RankLocation:
-    """Where a rank is among the others.
+    """The numbers of a rank in the job and on its node.
 
     Args:
-        rank: Of all.
-        world_size: How many there are.
-        local_rank: Among the ranks of its node.
-        shares: Into how many shares each node divides what all ranks have; its first ranks save one each. As many as it
-            has ranks: of nodes with different numbers, as the smallest has.
-        node: The name of its node; no two nodes have the same.
+        rank: Number of the rank in the job.
+        world_size: Number of ranks in the job.
+        local_rank: Number of the rank on its node.
+        shares: Number of shares into which each node divides the state that all ranks have; the first ranks of the node
+            save one share each. It is the number of ranks of a node, or of the smallest node if the numbers differ.
+        node: The name of its node, unique in the job.
     """
 
     rank: int
@@ -58,7 +58,7 @@ def rank_locations(nodes: Sequence[tuple[str, int]]) -> list[RankLocation]:
     """The location of every rank.
 
     Args:
-        nodes: For each rank its host and the number of its node. Several nodes of a host get names of their own.
+        nodes: The host and the node number of each rank. If a host has several nodes, each gets its own name.
     """
     numbers: dict[str, list[int]] = {}
     for host, number in sorted(set(nodes)):
@@ -73,25 +73,25 @@ def rank_locations(nodes: Sequence[tuple[str, int]]) -> list[RankLocation]:
 
 
 def rank_shard(rank: int) -> str:
-    """The name of the shard that holds what only this rank has."""
+    """The name of the shard that holds the state that only this rank has."""
     return f"rank-{rank:05d}"
 
 
 def replicated_shard(index: int, count: int) -> str:
-    """The name of one of the ``count`` shards into which a node partitions what all its ranks have."""
+    """The name of one of the ``count`` shards into which a node partitions the state that all its ranks have."""
     return f"common-{index:02d}-of-{count:02d}"
 
 
 def is_on_course(forks: Sequence[int], course: int, step: int) -> bool:
-    """Whether a state leads to where the training is now.
+    """Whether a saved state is part of the present course of the training.
 
-    A fit begins on course 0. When it rolls back to an older state, newer states belong to a course that it has left
-    and must not come back from a node that was away meanwhile.
+    A fit begins on course 0. When it rolls back to an older state, newer states belong to a course that it has left.
+    They must not come back from a node that was absent during the rollback.
 
     Args:
-        forks: At which step each further course began, in the order of courses.
-        course: On which the state was saved.
-        step: Of the state.
+        forks: The step at which each further course began, in the order of courses.
+        course: The course on which the state was saved.
+        step: The step of the state.
     """
     return all(step <= fork for fork in forks[course:])
 
@@ -108,11 +108,11 @@ class ShardInfo:
         size: Bytes of the file.
         world_size: Number of ranks that saved the generation.
         kind: How the ranks partitioned their state; see :attr:`Generation.kind`.
-        replicated_shards: Into how many replicated shards a node has partitioned its copy.
-        replicated_digest: Digest of the replicated tensors on the rank that wrote it. Shards of ranks that should have
-            the same do not belong together if these differ.
-        course: Of the training; see :func:`is_on_course`.
-        places: How many ranks the run was begun with; 0: as many as have saved the generation.
+        replicated_shards: Number of replicated shards into which a node has partitioned its copy.
+        replicated_digest: Digest of the replicated tensors on the rank that wrote the shard. Ranks that should hold the
+            same tensors must have the same digest; otherwise their shards do not belong together.
+        course: Course of the training; see :func:`is_on_course`.
+        places: Number of ranks with which the run began; 0: the number of ranks that saved the generation.
     """
 
     node: str
@@ -137,13 +137,13 @@ class Generation:
         name: Random id.
         world_size: Number of ranks that saved it.
         kind: How the ranks partitioned their state; a fit of another kind cannot read it.
-        replicated_shards: Into how many replicated shards a node has partitioned its copy.
+        replicated_shards: Number of replicated shards into which a node has partitioned its copy.
         replicated_digest: Digest of the replicated tensors, where all ranks have the same.
-        course: Of the training; see :func:`is_on_course`.
-        places: How many ranks the run was begun with; 0: as many as have saved the generation.
-        holders: The nodes that have a shard, in a fixed order.
-        sizes: Bytes of the shards.
-        differs: Whether some of its shards should have the same ``replicated_digest`` and do not.
+        course: Course of the training; see :func:`is_on_course`.
+        places: Number of ranks with which the run began; 0: the number of ranks that saved the generation.
+        holders: For each shard, the nodes that have it, in a fixed order.
+        sizes: For each shard, its size in bytes.
+        differs: Whether some of its shards should have the same ``replicated_digest`` but do not.
     """
 
     step: int
@@ -159,15 +159,16 @@ class Generation:
     differs: bool = False
 
     def saved_for(self, rank: int, world_size: int, group: int = 1) -> list[int]:
-        """The ranks whose shards ``rank`` of ``world_size`` ranks needs.
+        """The ranks of the save whose shards ``rank`` of the present ``world_size`` ranks needs.
 
-        First the one from whose shard it takes its checkpoint: itself or, if there were not so many, the rank of the
-        first group that has the same. Then those that have saved the states of its places.
+        The first one is the rank whose shard holds its checkpoint: ``rank`` itself or, if fewer ranks saved the
+        generation, the rank of the first group that holds the same part. The ranks that have saved the states of its
+        places follow.
 
         Args:
             rank: The rank.
-            world_size: How many there are.
-            group: How many ranks hold the state together.
+            world_size: Number of ranks now.
+            group: Number of ranks that hold the state together.
         """
         first = rank if rank < self.world_size else rank % group
         places = range(rank, self.places or self.world_size, world_size)
@@ -185,24 +186,24 @@ class Generation:
         return sorted(name for name in needed if not self.holders.get(name))
 
     def lose(self, node: str, name: str) -> None:
-        """Forgets a shard on a node that has turned out to be bad."""
+        """Removes ``node`` from the holders of a shard whose copy there has turned out to be bad."""
         if node in self.holders.get(name, ()):
             self.holders[name].remove(node)
 
 
 _ABOUT = attrgetter("world_size", "kind", "replicated_shards", "replicated_digest", "course", "places")
 _COMMON = attrgetter("world_size", "kind", "replicated_shards", "course", "places")
-"""What all shards of a generation must agree in."""
+"""The fields that must be the same in all shards of a generation."""
 _OF_RANK = re.compile("rank-([0-9]+)")
 
 
 def generations(shards: Iterable[ShardInfo], without: Collection[str] = (), group: int = 1) -> list[Generation]:
-    """What there is, newest first.
+    """The generations to which ``shards`` belong, newest first.
 
     Args:
-        shards: Of all nodes.
+        shards: The shards of all nodes.
         without: Names of generations that must not be used.
-        group: How many ranks hold the state together.
+        group: Number of ranks that hold the state together.
     """
     found: dict[tuple[int, str], Generation] = {}
     digests: dict[tuple[int, str, int], str] = {}
@@ -223,14 +224,14 @@ def generations(shards: Iterable[ShardInfo], without: Collection[str] = (), grou
 
 @dataclass(frozen=True)
 class Transfer:
-    """A shard file that is to be brought from one rank to another.
+    """A shard file that one rank must send to another rank.
 
     Args:
         source: The rank that reads the file.
-        destination: The rank that receives it and writes it on its node; another one.
+        destination: The rank that receives the file and writes it on its node; never ``source``.
         shard: The shard's name.
         size: Bytes of the file.
-        path: The file; only the source needs to know.
+        path: The file; only the source needs it.
     """
 
     source: int
@@ -246,12 +247,13 @@ class Transfer:
 def plan_transfers(generation: Generation, ranks: Sequence[RankLocation], group: int = 1) -> list[Transfer]:
     """The transfers after which every node has the shards that its ranks need; the same list on every rank.
 
-    Only for a generation without missing shards. Of the nodes that have a shard, the rank that has sent least sends it.
+    Only for a generation without missing shards. Of the ranks on the nodes that have a shard, the rank with the fewest
+    bytes to send so far sends it.
 
     Args:
-        generation: What they need.
-        ranks: Where all ranks are.
-        group: How many of them hold the state together.
+        generation: The generation that the ranks need.
+        ranks: Locations of all ranks, by rank.
+        group: Number of ranks that hold the state together.
     """
     on_node: dict[str, list[RankLocation]] = {}
     for location in ranks:

@@ -1,4 +1,4 @@
-"""Saves to node-local storage in the background: decides at which boundary, and runs the thread. No Trainer.
+"""Saves to node-local storage in the background: decides at which boundary to save, and runs the thread. No Trainer.
 
 All ranks of a job save together, in rounds (``save_coordinator.py``). A single process saves when a save is due.
 
@@ -36,7 +36,7 @@ from lightning_resilience.run.save_interval import WARM_UP_STEPS
 log = logging.getLogger(__name__)
 
 _AGREE_TIMEOUT_S = 20.0
-"""How long a rank waits at a boundary for the other ranks to agree: milliseconds, unless a rank has died."""
+"""Longest wait of a rank at a boundary for the other ranks to agree; it takes milliseconds unless a rank has died."""
 
 _LAST_ROUND_S = 1.0
 """How long the end of a fit waits for other ranks to publish their shards."""
@@ -46,12 +46,12 @@ _LEAD_S = 0.02
 _LEAD_PER_RANK_S = 0.0002
 
 _LEAST_STALL_S = 1e-4
-"""Less cannot be measured."""
+"""The shortest stall of a save that can be measured."""
 _STALLS = 3
-"""A save costs what the cheapest of so many has: the others were held up by something else."""
+"""The cost of a save is the shortest stall of this many saves: longer ones had other causes."""
 
 _RETRY_S = 10.0
-"""How long rank 0 waits for its own next step before it announces a round again for which a rank was late."""
+"""Longest wait of rank 0 for its own next step before it announces a new round, after a rank was late for the last."""
 
 
 def _join(thread: threading.Thread, timeout_s: float) -> bool:
@@ -69,7 +69,7 @@ class SaveStats:
         failed: Saves that failed on this rank.
         stall_s: How long the last save stopped the training, in seconds.
         save_s: From its boundary until the last save was complete, in seconds.
-        shard_bytes: Size of this rank's shards.
+        shard_bytes: Size of this rank's shards, in bytes.
     """
 
     published: int = 0
@@ -81,13 +81,13 @@ class SaveStats:
 
 
 class Fallback(NamedTuple):
-    """The newest generation before the one that was loaded.
+    """The newest generation before the loaded one.
 
-    It is needed if the training diverges soon: then the loaded one is marked bad, and what derives from it.
+    It is needed if the training diverges soon: then the loaded generation and those derived from it are marked bad.
 
     Attributes:
         name: Its name.
-        until: It is kept until a generation of a later step is complete.
+        until: It is kept until a generation of a step later than this is complete.
     """
 
     name: str
@@ -102,7 +102,7 @@ class Peers:
         location: Location of this rank.
         kept_here: Ranks whose own shards this node keeps, replicas included.
         coordinator: Agrees on saves with the other ranks; ``None`` in a single process.
-        replicas: Exchanges replicas with other nodes; ``None``: no replication.
+        replicas: Exchanges replicas with other nodes; ``None`` without replication.
     """
 
     location: RankLocation
@@ -135,9 +135,9 @@ class LocalSaves:
 
     Args:
         store: Store of this node.
-        peers: This rank among the others.
+        peers: This rank's place in the job.
         identity: Identity fields that all shards of this fit have: run, fit, layout.
-        schedule: When to save; rank 0's decides.
+        schedule: When to save; the schedule of rank 0 decides.
         keep: Number of complete generations to keep.
         expected: Estimated bytes of this rank's shards, by name, for which memory is reserved ahead of the first save.
         device: Accelerator that the state is on; ``None`` for the host.
@@ -206,7 +206,7 @@ class LocalSaves:
         Args:
             step: ``trainer.global_step``.
             complete: Names of the generations that are already complete, newest first.
-            fallback: One of them that is not retired soon.
+            fallback: The generation among them that must not be retired soon.
         """
         self._complete, self._fallback = list(complete), fallback
         self._last = self._passed = step
@@ -216,11 +216,11 @@ class LocalSaves:
         self._thread.start()
 
     def costs(self) -> tuple[float, float] | None:
-        """What a save costs; see :class:`.ChosenInterval`."""
+        """The costs of a save in seconds, ``None`` before the first one; see :class:`.ChosenInterval`."""
         if not self.stats.published:
             return None
         stall_s = min(self._stalls_s, default=0.0)
-        # The store is busy with the messages of a round for about as long as it is announced ahead.
+        # The messages of a round keep the store busy for about the time by which the round is announced ahead.
         return max(stall_s, _LEAST_STALL_S), self.stats.save_s + self._lead_s
 
     def wait_for_save(self, timeout_s: float) -> bool:
@@ -254,7 +254,7 @@ class LocalSaves:
             self._last = self._passed = step
             self._skipped_at = -1
             self._last_boundary = time.monotonic()
-        # Ranks may have diverged by writes that torch does not count.
+        # Writes that torch does not count may have made the ranks diverge.
         self._snapshots.look_at_all()
         self._schedule.begin()
 
@@ -266,7 +266,7 @@ class LocalSaves:
             may_save: Whether this boundary can be saved.
 
         Raises:
-            BaseException: What ended the thread.
+            BaseException: The error that ended the thread.
         """
         if self.thread_error is not None:
             raise self.thread_error
@@ -318,7 +318,7 @@ class LocalSaves:
         stable: Sequence[torch.Tensor],
         replicated: Sequence[torch.Tensor],
     ) -> list[str]:
-        """Takes the state of this boundary, to be saved by the thread.
+        """Takes the state of this boundary, which the thread then saves.
 
         Args:
             planned: Return value of :meth:`at_boundary`.
@@ -386,11 +386,11 @@ class LocalSaves:
             stable: See :meth:`take`.
             replicated: See :meth:`take`.
             timeout_s: Limit in seconds, since storage may hang.
-            location: Of the rank of this node whose state it is; default: of this rank.
+            location: Location of the rank of this node whose state it is; default: of this rank.
 
         Returns:
-            What was published: the shards of all ranks belong together only if its digest of the replicated tensors is
-            the same on all that should have the same. ``None`` if this rank did not publish its shards in time.
+            The published state. The shards of all ranks belong together only if its digest of the replicated tensors is
+            the same on all ranks that should hold the same. ``None`` if this rank did not publish its shards in time.
         """
         deadline = time.monotonic() + timeout_s
         self.fence()
@@ -413,12 +413,12 @@ class LocalSaves:
         thread.start()
         wait_with_heartbeat(lambda s: _join(thread, s), max(0.0, deadline - time.monotonic()), self._hooks.heartbeat)
         if not published:
-            snapshot.drop()  # it may still be copied, and the training goes on
+            snapshot.drop()  # it may still be copied, and the training continues
         return published[0] if published else None
 
     @property
     def sees_writes(self) -> bool:
-        """Whether the training writes, at other times than in optimizer steps, what was said not to change then."""
+        """Whether the training writes tensors that were passed as ``stable`` at other times than in optimizer steps."""
         return self._snapshots.sees_writes
 
     def fence(self) -> None:
@@ -431,8 +431,8 @@ class LocalSaves:
 
         Args:
             timeout_s: Seconds to wait for a save in progress to be published on this node.
-            peer_is_lost: Whether a rank is gone, so that others cannot end their round. What they have published makes
-                a generation even so; only copies on other nodes, which may be on their way, are waited for.
+            peer_is_lost: Whether a rank is lost, so that the other ranks cannot end their round. The published shards
+                still make a generation; this waits only for copies that may be on their way to other nodes.
         """
         self.fence()
         with self._changed:
@@ -484,12 +484,12 @@ class LocalSaves:
                 self._changed.notify_all()
 
     def _plan(self, coordinator: SaveCoordinator, number: int) -> PlannedSave | None:
-        """Announces the next round on rank 0, receives it on others; ``None`` if there is none yet."""
+        """Announces the next round on rank 0, receives it on other ranks; ``None`` if there is none yet."""
         if self._location.rank == 0:
             if not coordinator.all_are_ready(number - 1):
                 return None
             with self._changed:
-                # A rank is ahead of this one: announcing the same step again would be too late again.
+                # If a rank was late, it is ahead of this one: the same step, announced again, would be too late.
                 self._changed.wait_for(lambda: not self._refused or self._stopping, _RETRY_S)
                 if is_warm := self._steps_seen >= WARM_UP_STEPS:
                     lead = 1 + int(self._lead_s / max(self._step_s, 1e-4))
@@ -541,7 +541,7 @@ class LocalSaves:
             self._changed.notify_all()
         if taken is not None and shards:
             self.stats.stall_s = self._at_boundary.seconds() + taken.snapshot.waited_s
-            if self.stats.published:  # the first save does much for the first time
+            if self.stats.published:  # not the first save, which includes one-time work
                 self._stalls_s.append(self.stats.stall_s)
         complete: bool | None = bool(shards)
         if self._coordinator is not None and planned is not None:
@@ -613,7 +613,7 @@ class LocalSaves:
                 log.error("Rank %d: cannot store the replica of rank %d: %s", self._location.rank, partner, error)
 
     def _save(self, taken: RankState) -> list[PendingShard]:
-        """Publishes this rank's shards and returns them; none if the snapshot is invalid."""
+        """Publishes this rank's shards and returns them; an empty list if the snapshot is invalid."""
         shards = taken.publish(self._store, self._hooks.check)
         if shards:
             self._last_failure = ""
@@ -622,7 +622,7 @@ class LocalSaves:
         return shards
 
     def _prepare(self) -> None:
-        """Allocates memory for the next save, which is slow: the optimizer step would wait for it."""
+        """Allocates memory for the next save in advance: it is slow, and the optimizer step would wait for it."""
         with contextlib.suppress(OSError):  # the save itself reports missing space
             for name, nbytes in self._expected.items():
                 self._store.reserve(name, nbytes, self._device).abandon()
@@ -638,14 +638,14 @@ class LocalSaves:
             own.update(rank_shard(partner) for partner in self._replicas.partners)
 
         def is_own(name: str) -> bool:
-            # The first rank also removes shards that no rank of this node writes, as of a fit with other ranks.
+            # The first rank also removes shards that no rank of this node writes, such as from a fit with other ranks.
             return name in own or (location.local_rank == 0 and name not in self._kept_here)
 
         try:
             self._hooks.check_owner()
             self._store.retire(set(self._complete), is_own)
         except PeerLost:
-            return  # another generation of ranks has begun: this one's thread still has a state to save for it
+            return  # another generation of ranks has begun; this thread may still have to save a state for it
         except OSError as error:
             log.warning("Rank %d: cannot remove old local checkpoints: %s", location.rank, error)
 

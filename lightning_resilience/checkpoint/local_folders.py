@@ -1,4 +1,4 @@
-"""Where a node keeps local checkpoints, ``BASE/NODE/RUN/fit-NNN``, and whose they are. No torch, no Lightning."""
+"""The folders of a node's local checkpoints, ``BASE/NODE/RUN/fit-NNN``, and their owners. No torch, no Lightning."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ _ORIGIN = "run.json"
 
 
 def base_folder(given: str | os.PathLike[str] | None) -> Path:
-    """The folder with those of all nodes.
+    """The folder ``BASE``, which holds the folders of all nodes.
 
     Args:
-        given: The folder that was asked for; default: that of ``launch --local-dir``, else node memory.
+        given: The user's folder; default: the folder of ``launch --local-dir``, otherwise node memory.
     """
     if chosen := given or os.environ.get(LOCAL_DIR_VARIABLE):
-        # Users of a node may be given the same folder, and what is in ours nobody else may enter.
+        # Several users of a node may give the same folder, but each user's part is private.
         return (Path(chosen).expanduser() / f"local_ckpt-{os.getuid()}").absolute()
     return next((base for base in memory_bases() if base.parent.parent.is_dir()), memory_bases()[-1])
 
 
 def memory_bases() -> list[Path]:
-    """Where :func:`base_folder` may be in node memory, best first; they need not exist."""
+    """The folders in node memory that :func:`base_folder` may return, best first; they need not exist."""
     return [(own / "local_ckpt").absolute() for own in own_directories()]
 
 
@@ -37,8 +37,8 @@ class Origin:
 
     Args:
         run_dir: Its run directory.
-        above: The folders above it, the nearest first, as :func:`_place` has them on this node. Another storage may be
-            mounted there later, or none; and in a container which has the same node memory, another folder.
+        above: :func:`_place` of each folder above it on this node, the nearest first. Later the same path may be
+            another storage or not mounted, or another folder in a container that shares this node memory.
     """
 
     run_dir: Path
@@ -46,7 +46,7 @@ class Origin:
 
     @property
     def nearest_above(self) -> Path | None:
-        """The nearest folder that is left above the run directory; ``None``: another one is there than was."""
+        """The nearest existing folder above the run directory; ``None`` if it is not the folder that was noted."""
         for path, place in zip(self.run_dir.parents, self.above, strict=False):
             try:
                 return path if _place(path) == place else None
@@ -58,19 +58,19 @@ class Origin:
 
 
 def _place(folder: Path) -> list[int]:
-    """Tells a folder from another one of the same name."""
+    """Device and inode, which distinguish a folder from another one of the same name."""
     about = os.stat(folder)
     return [about.st_dev, about.st_ino]
 
 
 def note_origin(run_folder: Path, run_dir: Path) -> None:
-    """Notes to which run a folder ``BASE/NODE/RUN`` belongs, for those who clean up when the run has gone.
+    """Notes to which run a folder ``BASE/NODE/RUN`` belongs, for a cleanup after the run has been deleted.
 
     Args:
         run_folder: The folder.
         run_dir: The run directory.
     """
-    with contextlib.suppress(OSError):  # node memory is full: the saves say so
+    with contextlib.suppress(OSError):  # if node memory is full, the saves report that
         path = Path(os.path.realpath(run_dir))
         content = {"run_dir": str(path), "above": [_place(each) for each in path.parents]}
         if read_json(run_folder / _ORIGIN) != content:
@@ -78,7 +78,7 @@ def note_origin(run_folder: Path, run_dir: Path) -> None:
 
 
 def read_origin(run_folder: Path) -> Origin | None:
-    """To which run a folder ``BASE/NODE/RUN`` belongs; ``None``: it is not known.
+    """The run to which a folder ``BASE/NODE/RUN`` belongs; ``None`` if that is unknown.
 
     Args:
         run_folder: The folder.
@@ -89,7 +89,7 @@ def read_origin(run_folder: Path) -> Origin | None:
 
 
 def remove_empty(run_folder: Path) -> None:
-    """Removes a folder ``BASE/NODE/RUN`` in which there is no fit any more, and that of the node.
+    """Removes a folder ``BASE/NODE/RUN`` if it has no fit left, and then the folder of the node if that is empty.
 
     Args:
         run_folder: The folder.
@@ -97,5 +97,5 @@ def remove_empty(run_folder: Path) -> None:
     with contextlib.suppress(OSError):
         if os.listdir(run_folder) == [_ORIGIN]:
             (run_folder / _ORIGIN).unlink()
-        run_folder.rmdir()  # not if there are other fits
+        run_folder.rmdir()  # fails if there are other fits
         run_folder.parent.rmdir()

@@ -1,4 +1,4 @@
-"""Stores local checkpoints on a node: shard files are written aside, verified and published by a rename.
+"""Stores local checkpoints on a node: shard files are written under a temporary name, verified and renamed.
 
 All ranks of a node write shards of different names into the same folder, which only this user may enter:
 
@@ -6,15 +6,15 @@ All ranks of a node write shards of different names into the same folder, which 
 <directory>/
   step-000000000012-1a2b3c4d/     a generation: its step and its random id
     rank-00003.shard                a published shard, always complete
-  own/                          what `fit/last_boundary.py` keeps of each rank
+  own/                            what `fit/last_boundary.py` keeps for each rank
   .spare-rank-00003.5e6f7a8b      a file that is being written, or a retired one that the next save reuses
-  .writer-5e6f7a8b                locked while the process lives that owns the files with this suffix
+  .writer-5e6f7a8b                locked while the process that owns the files with this suffix lives
   quarantine/                     shards that failed verification
 ```
 
 **In node memory** (tmpfs) ranks copy their state directly into the mapped file, so publishing moves no data. The next
 save reuses the file and mapping of a retired generation, so it allocates no pages. A file is allocated before it is
-mapped: a full tmpfs raises here, instead of killing the process by SIGBUS in the middle of a copy.
+mapped: a full tmpfs then raises an error instead of killing the process by SIGBUS in the middle of a copy.
 
 **On a disk** a shard is copied into a reused buffer, written to a temporary file, synced, and read back from the disk
 for verification before it is published.
@@ -52,7 +52,7 @@ from lightning_resilience.checkpoint.generations import GENERATION_FOLDER, SHARD
 log = logging.getLogger(__name__)
 
 _QUARANTINE = "quarantine"
-_MAX_QUARANTINED = 2  # memory is scarce; of older files only the reason stays
+_MAX_QUARANTINED = 2  # memory is scarce; for older files only the reason is kept
 _GENERATION = re.compile(r"[0-9a-f]{8}")
 _SHARD_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}")
 _WRITER = re.compile(r"\.writer-(?P<id>[0-9a-f]{8})")
@@ -129,8 +129,9 @@ class NodeStore:
         Args:
             name: Name of the shard: letters, digits, ``-`` and ``_``. Only one writer can be open for a name.
             nbytes: Maximum size of the content.
-            device: Accelerator to copy from; the memory is registered with it. ``None``: the host.
-            is_copy: Whether it is a copy, of which it is not known whether there will be such a shard again.
+            device: Accelerator to copy from; the memory is registered with it. ``None`` for the host.
+            is_copy: Whether it is a copy of an older shard. Its memory is not kept for later saves, since this process
+                may never write a shard of this name again.
 
         Raises:
             OSError: If there is no room (``ENOSPC``, ``EDQUOT``) or the storage fails. Published shards are untouched.
@@ -152,14 +153,14 @@ class NodeStore:
             if not is_copy:
                 self._reserved.add(name)
         try:
-            with torch.inference_mode(False):  # an inference tensor, as a validation would make, is read-only later
+            with torch.inference_mode(False):  # a tensor made in a validation's inference mode would be read-only later
                 file = self._map(writer.path, nbytes) if self.in_memory else self._buffer(name, nbytes)
                 writer.attach(file, nbytes, device)
             if is_copy:
                 self._buffers.pop(name, None)
         except BaseException as error:
             self._discard(writer)
-            if isinstance(error, (OSError, RuntimeError)):  # torch's, if there is no memory
+            if isinstance(error, (OSError, RuntimeError)):  # torch raises the latter if there is no memory
                 raise OSError(
                     getattr(error, "errno", errno.ENOMEM),
                     f"no room for {format_bytes(nbytes)} of shard {name} ({getattr(error, 'strerror', None) or error});"
@@ -318,7 +319,7 @@ class NodeStore:
     def _retire(self, file: ShardFile, spare: Path) -> None:
         mapped = self._mapped.pop(file.path, None)
         # Replacing the file of an open writer would publish the old content under the new name. And shards that this
-        # process never writes, as of ranks that no longer exist, need no spare file.
+        # process never writes, such as those of ranks that no longer exist, need no spare file.
         is_reusable = self.in_memory and file.name in self._reserved and file.name not in self._writers
         if not is_reusable or os.path.lexists(spare):
             file.path.unlink()
@@ -330,14 +331,14 @@ class NodeStore:
     def quarantine(self, path: Path, reason: str) -> None:
         """Moves a bad shard to ``quarantine/``. Does nothing if it no longer exists.
 
-        The two newest files are kept; of older ones only the reason.
+        The two newest files are kept; for older ones only the reason.
 
         Args:
             path: See :attr:`ShardFile.path`.
             reason: What is wrong with the shard.
 
         Raises:
-            OSError: If it cannot be moved; it is still at ``path``.
+            OSError: If the shard cannot be moved; it is still at ``path``.
         """
         folder = self.directory / _QUARANTINE
         if not os.path.lexists(path):
@@ -402,7 +403,7 @@ class ShardWriter:
     def publish(self, step: int, generation: str, data_size: int, trailer: bytes) -> Path:
         """Publishes ``memory[:data_size]`` followed by ``trailer``, and closes this writer.
 
-        On an error nothing is published, no temporary file is left, and the writer is closed too.
+        After an error nothing is published, no temporary file is left, and the writer is closed too.
 
         Args:
             step: ``trainer.global_step`` of the generation.
@@ -414,7 +415,7 @@ class ShardWriter:
             Path of the published shard.
 
         Raises:
-            OSError: If it cannot be written.
+            OSError: If the file cannot be written.
             ValueError: If ``step``, ``generation`` or ``data_size`` is invalid.
             RuntimeError: If this writer is closed.
         """
@@ -442,7 +443,7 @@ def _make_private(directory: Path) -> None:
     """Creates ``directory`` for this user only; raises if another user owns it or may write into it."""
     for folder in reversed((directory, *directory.parents[:-1])):
         with contextlib.suppress(FileExistsError):
-            # NFS and automounters may refuse to create a folder, for want of permission, and not see that it exists.
+            # NFS and automounters may answer "permission denied" to a mkdir of an existing folder.
             if not os.path.lexists(folder):
                 folder.mkdir(mode=0o700)
                 with contextlib.suppress(PermissionError):  # writable but not readable
@@ -462,13 +463,13 @@ def _make_private(directory: Path) -> None:
 
 
 def _open_unlinked(path: Path) -> int:
-    """Opens the file ``path`` for writing; replaces it by a new one if it has other hard links."""
+    """Opens the file ``path`` for writing; replaces it with a new one if it has other hard links."""
     flags = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
     with contextlib.suppress(FileNotFoundError):
         fd = os.open(path, flags)
         if os.fstat(fd).st_nlink == 1:
             return fd
-        os.close(fd)  # somebody keeps a retired generation by hard links
+        os.close(fd)  # a user or program keeps a retired generation by hard links
         os.unlink(path)
     return os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o600)
 
@@ -502,7 +503,7 @@ def _write_to_disk(path: Path, data: Tensor, trailer: bytes) -> None:
         _write(fd, data.numpy().data, 0)
         _write(fd, memoryview(trailer), data.numel())
         os.fsync(fd)
-        if hasattr(os, "posix_fadvise"):  # drops it from the cache: verification shall read the disk
+        if hasattr(os, "posix_fadvise"):  # drops the file from the cache, so that verification reads the disk
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
     finally:
         os.close(fd)
@@ -516,13 +517,13 @@ def _empty() -> Tensor:
 
 
 class MappedFile:
-    """A file in node memory, mapped while a tensor refers to its memory; no descriptor stays open."""
+    """A mapped file in memory. It stays mapped while a tensor refers to its memory; no descriptor stays open."""
 
     def __init__(self, fd: int, size: int) -> None:
         status = os.fstat(fd)
         self._inode = (status.st_dev, status.st_ino)  # not reused by another file while this one is mapped
         self.memory = torch.from_file(f"/proc/self/fd/{fd}", shared=True, size=size, dtype=torch.uint8, device="cpu")
-        # Forked data-loader workers may outlive the fit, and must not keep its memory.
+        # Forked data-loader workers may outlive the fit and must not keep its memory.
         if _advise(self.memory, _MADV_DONTFORK):
             _not_inherited[self.memory.data_ptr()] = self.memory
         _advise(self.memory, _MADV_POPULATE_WRITE)  # one call now instead of a fault per page of the copy
@@ -539,7 +540,7 @@ class MappedFile:
             os.close(fd)
 
     def is_file(self, status: os.stat_result) -> bool:
-        """Whether ``status`` is of the mapped file."""
+        """Whether ``status`` belongs to the mapped file."""
         return self._inode == (status.st_dev, status.st_ino)
 
     def covers(self, size: int, status: os.stat_result) -> bool:
@@ -549,7 +550,7 @@ class MappedFile:
         return is_whole and self.memory.numel() >= size
 
     def register(self, device: torch.device | None) -> Registration | None:
-        """Registers the memory with ``device``, for as long as this object or the returned one lives."""
+        """Registers the memory with ``device`` until neither this object nor the returned one exists."""
         if self._registration is None:
             self._registration = register(self.memory, device)
         return self._registration
@@ -561,7 +562,7 @@ _MADV_POPULATE_WRITE = 23  # since Linux 5.14, ignored before
 _not_inherited: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()  # by address
 _never_freed: list[Tensor] = []
 
-# Freeing it in a child would unmap whatever the child has mapped at these addresses since.
+# A child that frees such a tensor would unmap its own later mappings at these addresses, so the child never frees it.
 os.register_at_fork(after_in_child=lambda: _never_freed.extend(_not_inherited.values()))
 
 
@@ -579,14 +580,14 @@ def _advise(memory: Tensor, advice: int) -> bool:
 # Files of killed processes
 
 
-_own_claims: dict[str, int] = {}  # claim id -> pid: a process can always lock the files that it holds a lock on
+_own_claims: dict[str, int] = {}  # claim id -> pid: a process can always lock a file on which it holds a lock already
 
 
 class _Claim:
     """Marks the unpublished files of a live process by an id in their names and a locked file.
 
-    The ``fcntl`` lock is released by the kernel when the process ends, not inherited by forked children, and visible
-    from other containers, where the process has another pid or none.
+    The kernel releases the ``fcntl`` lock when the process ends. Forked children do not inherit it. It is visible from
+    other containers, where the process has another pid or none.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -643,7 +644,7 @@ def _remove_leftovers(directory: Path) -> None:
 def _remove_if_abandoned(claim: str) -> None:
     fd = os.open(claim, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
-        if _lock(fd):  # else its owner lives, or the storage has no locks
+        if _lock(fd):  # otherwise its owner lives, or the storage has no locks
             os.unlink(claim)
     finally:
         os.close(fd)

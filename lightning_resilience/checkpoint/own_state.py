@@ -1,8 +1,8 @@
-"""Sends the state that a rank does not share with others, such as random states, to rank 0, which saves it.
+"""Sends the state that a rank does not share with other ranks, such as random states, to rank 0, which saves it.
 
-All ranks know the digests of rank 0, and send what differs. Small differences are gathered with the other messages
-before a save. Larger ones, of ranks with different seeds, are sent to rank 0 through the store that
-the ranks share: a collective would have every rank receive those of all others.
+All ranks know the digests of rank 0 and send only what differs. Small differences are gathered with the other messages
+before a save. Larger ones, of ranks with different seeds, go to rank 0 through the store of the job: with a collective
+every rank would receive the differences of all ranks.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from lightning_resilience.checkpoint.safe_serialization import safe_form
 from lightning_resilience.checkpoint.state_difference import Path, Pieces, differing, digests, joined, pieces
 from lightning_resilience.checkpoint.store_messages import Receipt, StoreMessages
 
-_GATHERED_BYTES = 3 << 10  # what else is gathered is less than 1 kB
+_GATHERED_BYTES = 3 << 10  # the other gathered data take less than 1 kB
 _PATIENCE_S = 60.0
-"""How long rank 0 waits while nothing comes: all ranks send right after a collective."""
+"""Longest wait of rank 0 in which no state arrives: all ranks send right after a collective."""
 
 
 class OwnState:
-    """The own state of this rank at one save; on a rank that writes, that of all.
+    """The own state of this rank at one save; on a rank that writes, the own states of all ranks.
 
-    The methods are called in their order, :meth:`send` only if the save goes on. :meth:`keep` may be left out.
+    Call the methods in the order of definition, :meth:`send` only if the save continues; :meth:`keep` is optional.
 
     Args:
-        messages: To rank 0, of this fit.
-        number: Of the save, the same on all ranks.
-        rank: This one.
+        messages: Messages to rank 0 in this fit.
+        number: Number of the save, the same on all ranks.
+        rank: This rank.
     """
 
     def __init__(self, messages: StoreMessages, number: int, rank: int) -> None:
@@ -50,23 +50,24 @@ class OwnState:
 
         Args:
             structure: As :func:`.safe_serialization.pack` returns it.
-            tensors: The same, in host memory. They are copied.
-            left_out: What could not be kept.
+            tensors: The tensors of the same call, in host memory. They are copied.
+            left_out: Names of the state that could not be kept.
         """
         self._mine, self._left_out = pieces(structure, tensors), left_out
 
     def digests(self) -> tuple[dict[Path, bytes], bool]:
-        """The digests of this rank, which rank 0 sends to all ranks."""
+        """The digests of this rank's state, and whether its messages work. Rank 0 sends its own to all ranks."""
         return digests(self._mine), self._messages.works
 
     def give(self, first: tuple[dict[Path, bytes], bool] | None) -> bytes | None:
-        """The state that this rank sends to all others.
+        """The own state that this rank contributes to a gather of all ranks.
 
         Args:
-            first: The digests of rank 0. ``None``: every rank writes, and receives the state of all others.
+            first: The result of :meth:`digests` on rank 0. ``None`` if every rank writes: then each receives the whole
+                own state of every other rank.
 
         Returns:
-            ``None`` if it is sent to rank 0 alone.
+            ``None`` if the state is large; :meth:`send` then sends it to rank 0 only.
         """
         self._is_compared = first is not None
         known, is_read = first or ({}, False)
@@ -78,11 +79,11 @@ class OwnState:
         return own
 
     def send(self, given: list[bytes | None], patience_s: float) -> None:
-        """Sends to rank 0 what was not given to all; rank 0 begins to read. Does not wait.
+        """Sends to rank 0 the state that was not gathered; rank 0 begins to receive. Does not wait.
 
         Args:
-            given: By all ranks.
-            patience_s: How long the other ranks may wait for rank 0.
+            given: The results of :meth:`give` of all ranks.
+            patience_s: How many seconds the other ranks may wait for rank 0.
         """
         self._given = given
         if self._unsent is not None:
@@ -93,10 +94,10 @@ class OwnState:
             self._receipt = self._messages.receive(keys, min(_PATIENCE_S, patience_s), delete=True)
 
     def of_all(self) -> tuple[list[Any], list[str]]:
-        """The own states of all ranks, as a safe load reads them, and what had to be left out. In any thread.
+        """The own states of all ranks in safe form, and the names of what had to be left out. For any thread.
 
         Raises:
-            RuntimeError: If one has not come.
+            RuntimeError: If the state of a rank has not arrived.
         """
         received: dict[int, bytes] = {}
         if self._receipt is not None:
@@ -107,7 +108,7 @@ class OwnState:
         first = self._mine if self._is_compared else {}
         alike, states, left_out = safe_form(*joined(self._mine, {})), [], dict[str, None]()
         for rank, own in enumerate(self._given):
-            different, missing = pickle.loads(received[rank] if own is None else own)  # from ranks of this very job
+            different, missing = pickle.loads(received[rank] if own is None else own)  # from ranks of this job
             states.append(safe_form(*joined(first, different)) if different else alike)
             left_out |= dict.fromkeys(missing)
         return states, list(left_out)

@@ -1,7 +1,7 @@
-"""Weights that torch's pruning has split into ``weight_orig`` and ``weight_mask``.
+"""Loads weights that torch's pruning has split into ``weight_orig`` and ``weight_mask``.
 
-A new process has made none of the split yet when it loads a state; and it has to make its optimizers and DDP's buckets
-from the parameters in the order that they had before.
+In a new process no weight is split yet when it loads a state. And it must make its optimizers and DDP's buckets from
+the parameters in their earlier order.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from torch.nn.utils import prune
 _prune: Any = prune  # without annotations
 
 ORIGINAL, MASK = "_orig", "_mask"
-"""What torch adds to the name of a weight, for its values and for what is left of them."""
+"""Suffixes that torch adds to the name of a pruned weight: for its values, and for the mask of what remains."""
 
 
 def take_masks(module: torch.nn.Module, state: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Replaces pruned weights in a saved state by whole ones, where ``module`` has them whole.
+    """Replaces pruned weights in a saved state by whole ones if they are not pruned in ``module``.
 
     Returns:
-        Their masks, by their names, for :func:`mask`.
+        Their masks, by the names of the weights, for :func:`mask`.
     """
     whole, masks = dict(module.named_parameters(remove_duplicate=False)), {}
     for name in [key.removesuffix(MASK) for key in state if key.endswith(MASK)]:
@@ -33,7 +33,7 @@ def take_masks(module: torch.nn.Module, state: dict[str, Any]) -> dict[str, torc
 
 
 def mask(module: torch.nn.Module, masks: dict[str, torch.Tensor]) -> None:
-    """Prunes weights of ``module`` by the masks that they had."""
+    """Prunes weights of ``module`` with the masks from :func:`take_masks`."""
     for name, each in masks.items():
         owner, _, own = name.rpartition(".")
         layer = module.get_submodule(owner)
@@ -41,14 +41,14 @@ def mask(module: torch.nn.Module, masks: dict[str, torch.Tensor]) -> None:
 
 
 def named_parameters(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
-    """The parameters of ``module``, by the names that they have where nothing is pruned."""
+    """The parameters of ``module``, with the names that they would have without pruning."""
     pruned = {key.removesuffix(MASK) + ORIGINAL for key, _ in module.named_buffers() if key.endswith(MASK)}
     for name, parameter in module.named_parameters():
         yield name.removesuffix(ORIGINAL) if name in pruned else name, parameter
 
 
 def make_whole(module: torch.nn.Module) -> None:
-    """Takes every pruning off; what is masked stays zero."""
+    """Makes every pruning of ``module`` permanent: weights are no longer split, and masked values stay zero."""
     for name in [key.removesuffix(MASK) for key, _ in module.named_buffers() if key.endswith(MASK)]:
         owner, _, own = name.rpartition(".")
         layer = module.get_submodule(owner)

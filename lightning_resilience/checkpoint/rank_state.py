@@ -1,4 +1,4 @@
-"""One save of one rank: a snapshot, partitioned into shards that are copied, sealed and published. No Trainer."""
+"""One save of one rank: partitions a snapshot into shards, and copies, seals and publishes them. No Trainer."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def partition(sizes: Sequence[int], count: int) -> list[list[int]]:
 
 
 def divergence_of(step: int, digests: Sequence[str], shards: int = 1) -> Divergence | None:
-    """Which ranks differ in their replicated state.
+    """Finds the ranks that differ in their replicated state.
 
     Args:
         step: ``trainer.global_step``.
@@ -43,7 +43,7 @@ def divergence_of(step: int, digests: Sequence[str], shards: int = 1) -> Diverge
         shards: See :meth:`.Divergence.between`.
 
     Returns:
-        ``None`` also if the digests are of different tensors.
+        ``None`` if no ranks differ, or if the digests are of different tensors.
     """
     for number in range(shards):
         if len({digest.partition("-")[0] for digest in digests[number::shards] if digest}) > 1:
@@ -59,9 +59,9 @@ class RankState:
         step: ``trainer.global_step``.
         generation: Identity of the generation, the same on all ranks.
         location: Rank and node.
-        replicated: The tensors that other ranks have, too: those with the same shard, or all.
-        identity: Fields that all shards of this fit have: run, fit, layout. The layout has the course on which the
-            state was taken, whenever it is published, and whether each rank of a node saves a share of what all have.
+        replicated: The tensors that other ranks have too: the ranks with the same shard, or all ranks.
+        identity: Fields that all shards of this fit have: run, fit, layout. The layout holds the course at the time of
+            the snapshot, and whether each rank of a node saves a share of the replicated tensors.
     """
 
     def __init__(
@@ -84,25 +84,25 @@ class RankState:
                 numbers.setdefault(where, number)
         found = {i: numbers[where] for i, where in enumerate(snapshot.addresses) if where in numbers}
         self._numbered = found
-        """By index the numbers of what ranks have alike, unless the training writes it at other times than others."""
+        """By index in the snapshot, the number of each replicated tensor: its index in ``replicated``."""
         self._compared = sorted(found.keys() - snapshot.written(found))
         self._replicated = self._compared if identity["layout"].get("commons") else []
-        """What all ranks of the node have, and share out; the others are alone on it with what they have."""
+        """Indices of the tensors that the ranks of the node share out; the rank shard holds all other tensors."""
         self._digest = ""
 
     def written(self) -> list[int]:
-        """The numbers of replicated tensors that this rank writes between boundary and fence."""
+        """The numbers of the replicated tensors that this rank writes between boundary and fence."""
         return [self._numbered[index] for index in self.snapshot.written(self._numbered)]
 
     def note_written(self, numbers: Collection[int]) -> None:
-        """Has all ranks keep these tensors in their own shards from the next save on: some rank writes them."""
+        """Keeps these tensors in the rank shard from the next save on, since some rank writes them."""
         self.snapshot.note_written(index for index, number in self._numbered.items() if number in numbers)
 
     def replicated_digest(self) -> str:
-        """Digest of this rank's replicated tensors; empty if there are none, or it is not known.
+        """Digest of this rank's replicated tensors; empty if there are none or it is unknown.
 
-        Shards with different digests do not go together: they would make a state that no rank ever had. Waits for the
-        fence, before which it is not known whether the copied state is that of the boundary.
+        Shards with different digests do not belong together: they would make a state that no rank ever had. Waits for
+        the fence, since only then it is known whether the copy holds the state of the boundary.
         """
         return self._digest if self._digest and self.snapshot.is_good() else ""
 
@@ -112,10 +112,10 @@ class RankState:
         return f"{xxhash.xxh3_64_hexdigest(repr(about).encode())}-{self.snapshot.digest()}" if about else ""
 
     def at_hand(self, parameters: Iterable[torch.Tensor]) -> AtHand:
-        """The replicated tensors where they are, after :meth:`publish`.
+        """The live replicated tensors, for a resume in this process; call it after :meth:`publish`.
 
         Args:
-            parameters: Those of them that the module has.
+            parameters: The parameters of the module; a resume gets copies of these tensors.
         """
         places = {index: place for place, index in enumerate(self._replicated)}
         of_module = {*map(address, parameters)}
@@ -137,7 +137,7 @@ class RankState:
         return indices
 
     def tensor_positions(self) -> list[list[int]]:
-        """For every tensor the number of its replicated shard, -1 for the rank shard, and its index in that shard."""
+        """For every tensor, the number of its replicated shard (-1: the rank shard) and its index in that shard."""
         positions = [[-1, -1] for _ in self.snapshot.tensors]
         for number, share in enumerate(self._shares()):
             for position, index in enumerate(share):
@@ -170,7 +170,7 @@ class RankState:
         try:
             return shard.arrange([tensors[i] for i in indices])
         except TypeError:
-            for index in indices:  # which of them is it?
+            for index in indices:  # finds the refused tensor
                 try:
                     shard.arrange([tensors[index]])
                 except TypeError as error:
@@ -182,11 +182,11 @@ class RankState:
         """Copies this rank's shards into memory of the store and publishes them; waits for the fence in between.
 
         Args:
-            store: Of this node.
+            store: The store of this node.
             check: Called with the names and copies of the tensors; raises if they must not be saved.
 
         Returns:
-            The shards; none if the snapshot is not valid.
+            The shards; an empty list if the snapshot is not valid.
 
         Raises:
             OSError: If there is no room, or the files cannot be written.
@@ -242,7 +242,7 @@ class PendingShard:
     Args:
         name: Name of the shard.
         indices: Indices of its tensors in the snapshot.
-        specs: Where they are in the file.
+        specs: Positions of the tensors in the file.
         size: Bytes of the tensors.
         writer: Writer of the store.
         trailer: Header and footer, see :func:`.shard.seal`.
@@ -257,7 +257,7 @@ class PendingShard:
 
     def __post_init__(self) -> None:
         self.memory = self.writer.memory
-        """Stays as it is until the next save."""
+        """The content of the shard, unchanged until the next save."""
 
 
 def _abandon(pending: Sequence[PendingShard]) -> None:

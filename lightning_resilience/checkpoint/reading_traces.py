@@ -1,6 +1,6 @@
-"""What objects consist of, to see whether something in them has changed: what a dataset remembers of its reads.
+"""Compares what objects consist of before and after a use, to see whether reading a dataset changes its state.
 
-What is seen is what Python shows: not the state of generators in C, nor the place in a file.
+It sees only what Python shows, not the state of generators in C or the position in a file.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader
 _MOST_PARTS = 2000
 _MOST_ITEMS = 32
 _MOST_BYTES = 4096
-"""Of an object, a container and an array: what is larger is looked at in part."""
+"""Limits for one outline, one container and one array: too many parts give no outline, larger data are seen in part."""
 
 _CONTAINERS = (list, tuple, set, frozenset, dict, collections.deque)
 _CONSTANT = (types.ModuleType, types.BuiltinFunctionType, torch.dtype, torch.device, logging.Logger, DataLoader)
@@ -37,7 +37,7 @@ _LIBRARIES = {
 
 
 class _Same:
-    """An object, equal only to itself. Keeps it alive, or another one could come to be at the same place."""
+    """An object, equal only to itself. Keeps it alive, since otherwise a new object could get the same address."""
 
     def __init__(self, thing: Any) -> None:
         self._thing = thing
@@ -49,17 +49,17 @@ class _Same:
 
 
 def outline(*things: Any) -> list[Any] | None:
-    """What objects consist of, as far as they say it in attributes: equal if nothing in them has changed.
+    """An outline of what objects consist of, as far as attributes show it. Outlines are equal if nothing has changed.
 
-    Of random generators it has the state, of tensors and arrays which they are, and small ones whole, of large
-    containers the size and some items, of functions and classes of the script what they refer to, and of what has no
-    attributes only which object it is.
+    It has the state of random generators, the identity of tensors and arrays and the values of small ones, the size and
+    some items of large containers, what the script's functions and classes refer to, and only the identity of objects
+    without attributes.
 
     Args:
         things: The objects.
 
     Returns:
-        ``None`` if they have too many parts to be looked at, or one that every use changes.
+        ``None`` if they have too many parts, or a part that every use changes (an iterator).
     """
     found: list[Any] = []
     seen = set[int]()
@@ -67,7 +67,7 @@ def outline(*things: Any) -> list[Any] | None:
     while rest:
         each = rest.pop()
         if each is None or isinstance(each, (bool, int, float, complex, str, bytes)):
-            found.append(each if each == each else repr(each))  # NaN is equal to itself here
+            found.append(each if each == each else repr(each))  # as text, NaN is equal to itself
         elif id(each) in seen or isinstance(each, _CONSTANT) or _is_of_library(each):
             found.append(_Same(each))
         else:
@@ -80,13 +80,13 @@ def outline(*things: Any) -> list[Any] | None:
 
 
 def _is_of_library(each: Any) -> bool:
-    """Whether it is a class or a function of a package that keeps no state in it."""
+    """Whether ``each`` is a class or a function of a package that keeps no state there."""
     module = getattr(each, "__module__", None) if isinstance(each, (type, types.FunctionType)) else ""
     return module is None or module.partition(".")[0] in _LIBRARIES
 
 
 def _about(each: Any) -> list[Any]:
-    """What is known of an object beside its parts."""
+    """The content of an object apart from its parts."""
     if isinstance(each, random.Random):
         return [each.getstate()]
     if isinstance(each, np.random.RandomState):
@@ -152,7 +152,7 @@ def _parts_of_function(function: types.FunctionType) -> Iterator[Any]:
 
 
 def _ends(items: Any) -> Iterator[Any]:
-    """The first items, and the last: what is added, or taken away, is at one of the ends."""
+    """The first and the last items: items are usually added or removed at one of the ends."""
     if len(items) <= _MOST_ITEMS:
         yield from items
         return

@@ -35,7 +35,7 @@ from lightning_resilience.checkpoint.safe_serialization import unpack
 log = logging.getLogger(__name__)
 
 _MOST_RANKS = 1 << 20
-"""A header that names more is damaged."""
+"""A header with a larger number of ranks is damaged."""
 
 T = TypeVar("T")
 
@@ -43,13 +43,13 @@ Gather = Callable[[Any], list[Any]]
 """Returns the values of all ranks on every rank, as ``all_gather_object``."""
 
 Fetch = Callable[[Sequence[Transfer], Callable[[str], Path]], dict[str, ShardWriter]]
-"""Transfers shards between ranks, given the path of a shard by its name. Returns writers of those that this rank has
-received, ready to be published."""
+"""Transfers shards between ranks; the second argument gives a shard's path by its name. Returns the writers of the
+shards that this rank has received, ready to be published."""
 
 
 @dataclass(frozen=True)
 class _Lost:
-    """A copy of a shard that cannot be used; ``unreadable`` says why if it may be intact."""
+    """A copy of a shard that cannot be used. If it may be intact, ``unreadable`` gives the reason."""
 
     node: str
     shard: str
@@ -64,12 +64,14 @@ class LocalTier:
         locations: Locations of all ranks, by rank.
         rank: This rank.
         owner: Identity fields that all shards of this fit have: run and fit.
-        kind: Gives how the ranks partition their state, see :attr:`.Generation.kind`, and how many of them hold it
-            together, so that another number of such groups can read it; 0: all of them do. Known when a fit is set up.
+        kind: Returns how the ranks partition their state (see :attr:`.Generation.kind`) and how many ranks hold it
+            together, so that another number of such groups can read it. 0 means that all ranks hold it together, so
+            only the same number of ranks can. Both are known when a fit is set up.
         gather: See :data:`Gather`.
         fetch: See :data:`Fetch`.
-        why_not: Why these ranks cannot go on with a run that was begun with so many ranks; ``None`` if they can.
-        patience: Returns the retries that are left for failing storage.
+        why_not: Returns why these ranks cannot continue a run that began with the given number of ranks; ``None`` if
+            they can.
+        patience: Returns the remaining retries for failing storage.
     """
 
     def __init__(
@@ -94,18 +96,18 @@ class LocalTier:
         self._patience = patience
         self._why_not = why_not
         self.at_hand: AtHand | None = None
-        """What this process need not read, until it has resumed."""
+        """Tensors that this process still has in memory and need not read; set until it has resumed."""
         self.bad: list[tuple[str, str]] = []
         """Shards that this rank found to be bad, and why."""
         self.of_others: list[str] = []
-        """Whole generations that other ranks or another strategy could go on from, since :meth:`find`."""
+        """Complete generations that only other numbers of ranks or another strategy can load, as of :meth:`find`."""
         self.unreadable: list[str] = []
-        """Shards that some rank could not read since :meth:`find`, and why; the same on all ranks."""
+        """Shards that some rank could not read since :meth:`find`, with the reason; the same on all ranks."""
         self.used_replica = False
         """Whether the last :meth:`load` needed a shard of another node; the same on all ranks."""
 
     def find(self, without: Collection[str] = (), forks: Sequence[int] = ()) -> tuple[list[Generation], list[str]]:
-        """Returns the generations to resume from, newest first, and why others cannot be used.
+        """Returns the generations to resume from, newest first, and why other generations cannot be used.
 
         Args:
             without: Names of generations to leave out.
@@ -137,7 +139,7 @@ class LocalTier:
         return usable, reasons
 
     def _refusal(self, generation: Generation) -> str | None:
-        """By how many ranks a generation was saved, if those that are there cannot go on from it."""
+        """The number of ranks that saved a generation, as text, if the present ranks cannot load it."""
         now = len(self.locations)
         if generation.world_size != now and not self._group:
             return f"{generation.world_size} ranks; this fit has {now}"
@@ -146,7 +148,7 @@ class LocalTier:
         return None
 
     def _scan(self) -> tuple[list[ShardInfo], list[str]]:
-        """On the first rank of a node, its shards, and why others could not be read."""
+        """On the first rank of a node: the node's shards, and why others could not be read."""
         shards: list[ShardInfo] = []
         if self.location.local_rank != 0:
             return shards, []
@@ -172,7 +174,7 @@ class LocalTier:
             found = header.identity
             layout = {"course": 0, "places": found.world_size, **found.layout}
             about: list[Any] = [layout.get(name) for name in ("kind", "commons", "alike", "course", "places")]
-            # Otherwise written by another version, or damaged before it was sealed: its generation is not known.
+            # Otherwise another version wrote it, or it was damaged before it was sealed: its generation is unknown.
             if (
                 [type(each) for each in about] == [str, int, str, int, int]
                 and 0 <= layout["commons"] <= found.world_size
@@ -190,11 +192,11 @@ class LocalTier:
         """Returns this rank's checkpoint when all ranks have verified theirs; ``None`` if some rank could not.
 
         Args:
-            generation: One of :meth:`find`, the same on all ranks. Copies that turn out bad are removed from it.
+            generation: One from :meth:`find`, the same on all ranks. Copies that turn out bad are removed from it.
 
         Returns:
-            First this rank's checkpoint, then those with the states of further places that it takes, by the ranks that
-            have saved them; see :meth:`.Generation.saved_for`.
+            Checkpoints by the rank that saved them: first this rank's own, then those with the states of the further
+            places that it takes; see :meth:`.Generation.saved_for`.
         """
         self.used_replica = False
         while not generation.missing:
@@ -209,7 +211,7 @@ class LocalTier:
         return None
 
     def _gather_lost(self, own_lost: list[_Lost]) -> list[_Lost]:
-        """The lost shards of all ranks."""
+        """The lost shards that any rank has found; a collective."""
         lost = [each for of_rank in self._gather(own_lost) for each in of_rank]
         self.unreadable += [each.unreadable for each in lost if each.unreadable]
         return lost
@@ -219,7 +221,7 @@ class LocalTier:
         return _Lost(node, name, f"{what} on {self.location.node}: {why}")
 
     def _fetch_missing(self, generation: Generation) -> list[_Lost]:
-        """Fetches the shards that nodes lack and publishes them there; returns those that failed, on any rank."""
+        """Fetches the shards that nodes lack and publishes them there; returns the copies that failed on any rank."""
         transfers = plan_transfers(generation, self.locations, self._group)
         if not transfers:
             return []
@@ -237,7 +239,7 @@ class LocalTier:
             try:
                 content = writer.memory[: each.size]
                 shard.load_bytes(content, self._expected(generation, each.shard), what)
-                writer.publish(generation.step, generation.name, each.size, b"")  # which restores the lost copy
+                writer.publish(generation.step, generation.name, each.size, b"")  # this restores the lost copy
             except CorruptCheckpoint as error:
                 writer.abandon()
                 self.bad.append((what, str(error)))
@@ -245,7 +247,7 @@ class LocalTier:
             except OSError as error:
                 writer.abandon()
                 own_lost.append(self._unreadable(source, each.shard, what, error))
-        # A rank also reads what other ranks of its node received: nobody reads before all have.
+        # A rank also reads shards that other ranks of its node receive, so no rank reads before all have received.
         lost = self._gather_lost(own_lost)
         if not lost:
             for each in transfers:
@@ -295,7 +297,7 @@ class LocalTier:
         }
 
     def saved_at(self, generation: Generation) -> float | None:
-        """When it was saved, in seconds since the epoch; ``None`` if this node has no shard that this rank needs."""
+        """When a generation was saved, in seconds since the epoch; ``None`` if this node has no shard for this rank."""
         for rank in self._needed(generation):
             with suppress(OSError):
                 return self._path(generation, rank_shard(rank)).stat().st_mtime

@@ -1,11 +1,11 @@
-"""The order in which DistributedDataParallel reduces gradients, kept over a restart.
+"""Keeps the order in which DistributedDataParallel reduces gradients over a restart.
 
-DDP groups parameters into buckets and, after the first iteration, groups them anew in the order in which their
-gradients arrived. A resumed process would run its first iteration with the initial buckets, where the undisturbed one
-long since ran with the rebuilt ones; from 3 ranks on, the sums then differ in their last bit. So the order of arrival
-is recorded once, saved with every checkpoint, and replayed right after wrapping: a synthetic loss of zero, whose
-backward reaches the parameters in the recorded order, makes DDP rebuild the same buckets. No code of the user runs.
-It costs what the exchange of all gradients does, so two ranks do without.
+DDP groups parameters into buckets and, after the first iteration, regroups them in the order in which their gradients
+arrived. A resumed process would run its first iteration with the initial buckets, while an uninterrupted run already
+uses the rebuilt ones; with 3 or more ranks, the sums then differ in their last bit. So the order of arrival is recorded
+once, saved with every checkpoint, and replayed right after wrapping: a synthetic loss of zero, whose backward reaches
+the parameters in the recorded order, makes DDP rebuild the same buckets. No user code runs. The replay costs as much as
+an exchange of all gradients, so it is left out with two ranks.
 """
 
 from __future__ import annotations
@@ -21,33 +21,33 @@ from lightning_resilience.checkpoint.pruning import named_parameters
 
 
 def order_matters(ddp: DistributedDataParallel) -> bool:
-    """Whether sums depend on the order: of two numbers the sum does not."""
+    """Whether sums depend on the order; the sum of two numbers does not."""
     return dist.get_world_size(ddp.process_group) > 2
 
 
 def rebuilds_buckets(ddp: DistributedDataParallel) -> bool:
-    """Whether this wrapper regroups its buckets after the first iteration, and can be made to do so by a replay.
+    """Whether this wrapper regroups its buckets after the first iteration, and a replay can make it do so.
 
-    DDP does unless it looks for unused parameters. With a static graph it also learns from the first iteration how
-    often each gradient arrives, which a replay would teach it wrongly. Its mixed precision reduces the gradients of
-    copies that only the module's own forward makes. And a hook that keeps a state would count the replay.
+    DDP regroups them unless it looks for unused parameters. With a static graph it also learns from the first iteration
+    how often each gradient arrives, which a replay would distort. Its mixed precision reduces the gradients of copies
+    that only the module's own forward makes. And a hook that keeps a state would count the replay.
     """
     return not (ddp.find_unused_parameters or ddp.static_graph or ddp.mixed_precision or keeps_state(ddp))
 
 
 def keeps_state(ddp: DistributedDataParallel) -> bool:
-    """Whether a communication hook of the script's keeps a state, such as the error feedback of PowerSGD."""
-    # Mixed precision has a hook of its own, whose state changes with no iteration.
+    """Whether a communication hook of the script keeps a state, such as the error feedback of PowerSGD."""
+    # DDP's mixed precision has its own hook, whose state no iteration changes.
     return not ddp.mixed_precision and any(_is_state(state) for _, state in ddp._comm_hooks)
 
 
 def _is_state(state: object) -> bool:
-    """Whether a communication hook keeps something in ``state``; torch's simple ones take a process group there."""
+    """Whether a communication hook keeps data in ``state``; torch's simple hooks take a process group there."""
     return state is not None and not isinstance(state, dist.ProcessGroup)
 
 
 def inexact_reasons(ddp: DistributedDataParallel) -> list[str]:
-    """What in this wrapper stands between a run and an exact resume, one sentence for each, naming what to change."""
+    """Why a resume with this wrapper is not exact: a text for each reason, with what to change."""
     reasons = []
     options = {"static_graph=True": ddp.static_graph, "mixed_precision": ddp.mixed_precision}
     if order_matters(ddp):
@@ -58,7 +58,7 @@ def inexact_reasons(ddp: DistributedDataParallel) -> list[str]:
             if is_used
         ]
     own = "torch.distributed.algorithms.ddp_comm_hooks."
-    hooks = [] if ddp.mixed_precision else ddp._comm_hooks  # it has one of its own
+    hooks = [] if ddp.mixed_precision else ddp._comm_hooks  # mixed precision has its own hook
     if any(_is_state(state) or not hook.__module__.startswith(own) for hook, state in hooks):
         reasons.append(
             "DDP is used with a communication hook, whose state (such as PowerSGD's error feedback) is not saved: it "
@@ -93,9 +93,9 @@ class GradientArrivalRecorder:
         return record
 
     def finish(self) -> list[str] | None:
-        """The names of the parameters in their order of arrival, or ``None`` as long as none has arrived.
+        """The names of the parameters in their order of arrival, or ``None`` while no gradient has arrived.
 
-        Call it between iterations; once there is an order, recording ends.
+        Call it between iterations. Recording ends when there is an order.
         """
         if not self._order:
             return None
@@ -115,7 +115,7 @@ class _ZeroLoss(nn.Module):
         self._ordered = parameters
 
     def forward(self, _: None) -> Tensor:
-        # Autograd runs first what was created last.
+        # Autograd runs the last created operation first.
         total = torch.zeros((), device=self._ordered[0].device)
         for parameter in reversed(self._ordered):
             total = total + (parameter * 0).sum().to(total.dtype)
@@ -123,21 +123,21 @@ class _ZeroLoss(nn.Module):
 
 
 def replay_gradient_arrival(ddp: DistributedDataParallel, order: list[str]) -> bool:
-    """Makes ``ddp`` build the buckets that it would have built had gradients arrived in ``order``. A collective.
+    """Makes ``ddp`` build the same buckets as if gradients had arrived in ``order``. A collective.
 
     Args:
         ddp: The wrapped model, before its first iteration.
         order: Names of parameters, from :class:`GradientArrivalRecorder`.
 
     Returns:
-        Whether that was possible: ``False`` if ``order`` does not name this model's parameters.
+        ``False`` if ``order`` does not name exactly this model's parameters: then nothing was done.
     """
     parameters = {name: parameter for name, parameter in named_parameters(ddp.module) if parameter.requires_grad}
     if sorted(order) != sorted(parameters):
         return False
     module, model = ddp.module, list(parameters.values())
-    # The user's hooks must not see this backward: one that steps an optimizer would change weights. Autograd holds on
-    # to the dicts themselves, so they are emptied and filled again.
+    # The user's hooks must not see this backward: a hook that steps an optimizer would change weights. Autograd keeps
+    # references to the dicts themselves, so they are emptied and filled again.
     hook_dicts: list[dict[int, Any]] = [
         hooks
         for parameter in model
@@ -152,7 +152,7 @@ def replay_gradient_arrival(ddp: DistributedDataParallel, order: list[str]) -> b
             for hooks in hook_dicts:
                 hooks.clear()
             ddp._modules["module"] = _ZeroLoss([parameters[name] for name in order])
-            ddp(None).backward()  # with nothing to move to its device DDP would fail
+            ddp(None).backward()  # DDP fails without an input
         finally:
             ddp._modules["module"] = module
             ddp.require_forward_param_sync = sync_buffers

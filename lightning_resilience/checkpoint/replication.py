@@ -4,19 +4,19 @@ Ranks that keep copies of each other's shards form a *clique*, with one rank fro
 After every save, a background thread of each rank exchanges shards with its clique (:meth:`Replicas.exchange`). At a
 resume, ranks fetch missing shards from any rank that has them (:func:`fetch`).
 
-Each pair of ranks has a gloo group of its own. Shards are bytes in host memory, so this works on any device. A group
-shared with the training would mix up operations of two threads. A group of all ranks would connect every rank to all
-others, and a failed partner would break it for all.
+Each pair of ranks has its own gloo group. Shards are bytes in host memory, so this works on any device. A group shared
+with the training would mix up operations of two threads. A group of all ranks would connect every rank to every other
+rank, and a failed partner would break it for all ranks.
 
 Properties of gloo that shape the protocol:
 
 - A message longer than the receiver expects does not raise: it kills the receiver's *process*. So messages of fixed and
   of variable length never share a tag, no shard is sent before both sides know its length from a message with a
   checksum, and any error in between closes the connection.
-- A timeout closes the connection for good. No other thread can interrupt a wait; it ends when the other side closes the
-  connection or dies. A death is nearly always noticed at once, but sometimes only after the timeout.
+- A timeout closes the connection permanently. No other thread can interrupt a wait; it ends when the other side closes
+  the connection or dies. A death is nearly always noticed at once, but sometimes only after the timeout.
 - Torch's Flight Recorder does not record point-to-point operations, so an exchange is not mistaken for a hang.
-- Data are protected by TCP's checksum only. So the sender's digest follows every shard.
+- Only TCP's checksum protects the data. So the sender's digest follows every shard.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class ReplicaError(RuntimeError):
     """Ranks could not exchange their shards; the message names the ranks.
 
     Args:
-        message: What went wrong, with which rank.
+        message: The failure, with the rank.
         received: Shards that did arrive, by source rank.
     """
 
@@ -72,15 +72,15 @@ def cliques(nodes: Sequence[str], jump: int, factor: int) -> list[list[int]]:
     nodes join the last group, so that every rank has a partner.
 
     Args:
-        nodes: Of every rank of the job the name of its node.
+        nodes: For every rank of the job, the name of its node.
         jump: Distance between two ranks of a clique: the number of ranks per node.
         factor: Number of nodes that hold each shard, including the node that wrote it; at least 2.
 
     Returns:
-        The ranks of each clique, ascending; every rank is in exactly one.
+        The ranks of each clique, ascending; every rank is in exactly one clique.
 
     Raises:
-        ValueError: If there is no such grouping; the message says what to set.
+        ValueError: If there is no such grouping; the message tells the user what to set.
     """
     if factor < 2:
         raise ValueError(
@@ -126,7 +126,7 @@ class _Message:
         size: Bytes of the shard without its trailer; -1: there is no shard, or it cannot be used.
         trailer_size: Bytes of the trailer.
         digest: xxh3-128 of shard and trailer, in the message after them.
-        text: Before a shard, its generation or name; after it, why it cannot be used.
+        text: Before a shard: its generation or name. After a shard: why it cannot be used.
     """
 
     number: int
@@ -166,7 +166,7 @@ def _as_tensor(data: bytes) -> torch.Tensor:
 
 
 def _scratch_chunks(*sizes: int) -> list[torch.Tensor]:
-    """As :func:`_chunks`, but all chunks share the same memory."""
+    """Like :func:`_chunks`, but all chunks share the same memory."""
     scratch = torch.empty(min(max(sizes), _CHUNK), dtype=torch.uint8, device="cpu")
     return [scratch[: min(_CHUNK, size - at)] for size in sizes for at in range(0, size, _CHUNK)]
 
@@ -189,7 +189,7 @@ def _explain(error: BaseException, timeout: timedelta) -> str:
 
 
 class _Channel:
-    """The connection between this rank and one other. Errors are ``RuntimeError``, as torch raises."""
+    """The connection between this rank and one other rank. Its errors are the ``RuntimeError`` that torch raises."""
 
     def __init__(self, store: Any, prefix: str, rank: int, peer: int, timeout: timedelta) -> None:
         from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo
@@ -230,7 +230,7 @@ class _Channel:
 
 
 def _connect(prefix: str, rank: int, peers: Iterable[int], timeout: timedelta) -> dict[int, _Channel]:
-    """Connects to ``peers`` in ascending order, which is free of deadlocks."""
+    """Connects to ``peers`` in ascending order, which prevents deadlocks."""
     from torch.distributed.distributed_c10d import _get_default_store
 
     shared: Any = _get_default_store()
@@ -258,7 +258,7 @@ class _Outcome:
 
     Args:
         memory: The partner's shard; ``None`` if it has none or the transfer failed.
-        problem: What went wrong; empty: nothing.
+        problem: The failure; empty if there was none.
         is_lost: Whether the connection is closed.
     """
 
@@ -275,14 +275,14 @@ class Replicas:
 
     Args:
         rank: This rank.
-        clique: Ranks of the clique, including this one; the same on all of them.
-        prefix: Prefix of the keys in the store, the same on all ranks. Do not use it twice: after a restart it would
-            lead to the addresses of dead processes.
+        clique: Ranks of the clique, including this one; the same on all its ranks.
+        prefix: Prefix of the keys in the store, the same on all ranks. Do not use a prefix twice: after a restart it
+            would lead to the addresses of dead processes.
         timeout: Limit for a partner to start an exchange after this rank, then to reserve memory, and per 64 MiB.
 
     Raises:
         ReplicaError: If a partner cannot be reached.
-        ValueError: If ``clique`` is not this rank and at least one other.
+        ValueError: If ``clique`` does not consist of this rank and at least one other rank.
     """
 
     def __init__(self, rank: int, clique: Sequence[int], prefix: str, timeout: timedelta) -> None:
@@ -311,22 +311,23 @@ class Replicas:
         """Sends this rank's shard of a generation to all partners and receives theirs.
 
         All ranks of the clique call it for the same generations in the same order. A failing partner does not affect
-        the exchange with the others.
+        the exchange with the other partners.
 
         Args:
             generation: Name of the generation, at most 200 bytes of UTF-8; the same on all ranks.
-            shard: One-dimensional ``uint8`` tensor in host memory, unchanged until this returns. ``None``: this rank
+            shard: One-dimensional ``uint8`` tensor in host memory, unchanged until this returns. ``None`` if this rank
                 has no shard.
             trailer: Rest of the file.
             reserve: Called with a partner and the size of its shard and trailer; returns memory of at least that size.
                 If it raises, only that shard is not received. Called from several threads, one at a time.
 
         Returns:
-            The verified shards with their trailers by rank, in the reserved memory; without partners that have none.
+            The verified shards with their trailers by rank, in the reserved memory; partners without a shard are left
+            out.
 
         Raises:
-            ReplicaError: If a shard was not received; the others are in ``received``. If :attr:`broken` is set too,
-                every further call raises at once.
+            ReplicaError: If a shard was not received; the other shards are in ``received``. If :attr:`broken` is set
+                too, every further call raises at once.
             RuntimeError: If another thread is in an exchange.
         """
         if not self._busy.acquire(blocking=False):
@@ -338,7 +339,7 @@ class Replicas:
             try:
                 outcomes = self._exchange(generation, shard, trailer, reserve)
             except BaseException as error:
-                # Partners may be anywhere in the protocol: only a closed connection tells them.
+                # Partners may be at any point of the protocol, so only a closed connection informs them.
                 self._failure = f"rank {self.rank} failed in the exchange of {generation}: {error}"
                 raise
             return self._result(outcomes, generation)
@@ -350,8 +351,8 @@ class Replicas:
     def close(self) -> None:
         """Closes the connections, at the latest when a running exchange ends.
 
-        Does not wait for an exchange in another thread, which returns when the partners have answered or closed too, at
-        the latest after the timeout. Until then its reserved memory must stay.
+        Does not wait for an exchange in another thread. That returns when the partners have answered or closed too, at
+        the latest after the timeout. Until then its reserved memory must stay allocated.
         """
         self._failure = self._failure or f"the replicas of rank {self.rank} are closed"
         if self._busy.acquire(blocking=False):
@@ -422,7 +423,7 @@ class Replicas:
     def _prepare_incoming(
         self, peer: int, theirs: _Message, reserve: Callable[[int, int], torch.Tensor]
     ) -> tuple[_Outcome, list[torch.Tensor]]:
-        """Reserves memory for a partner's shard; if that fails, the shard is received and thrown away."""
+        """Reserves memory for a partner's shard; if that fails, the shard is received and discarded."""
         if theirs.size < 0:
             return _Outcome(), []
         nbytes = theirs.size + theirs.trailer_size
@@ -489,8 +490,8 @@ def fetch(
         timeout: Limit for a rank to connect, and then per 64 MiB.
 
     Returns:
-        For every transfer to this rank the bytes of the file, in the reserved memory; ``None`` if the transfer failed,
-        and the log says why. The bytes are as the source read them; whether the file was intact is not checked.
+        For every transfer to this rank, the bytes of the file in the reserved memory; ``None`` if the transfer failed,
+        for the reason in the log. The bytes are those that the source read; nothing checks whether its file was intact.
 
     Raises:
         ReplicaError: If a rank cannot be reached or was lost; the state of the other transfers is then unknown.
@@ -544,7 +545,7 @@ def _send_shard(channel: _Channel, number: int, transfer: Transfer, start_timeou
 def _open_shard(transfer: Transfer) -> BinaryIO:
     if transfer.path is None:
         raise FileNotFoundError("the source has no path for it")
-    # Does not hang where a pipe has the name of the file.
+    # With O_NONBLOCK this does not hang if the name is that of a pipe.
     file = open(transfer.path, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK))
     if (size := os.fstat(file.fileno()).st_size) == transfer.size:
         return file
@@ -553,7 +554,7 @@ def _open_shard(transfer: Transfer) -> BinaryIO:
 
 
 def _read(file: BinaryIO, chunk: torch.Tensor) -> str:
-    """Fills ``chunk``; returns what went wrong."""
+    """Fills ``chunk``; returns the failure, or an empty text."""
     try:
         count = file.readinto(chunk.numpy().data)  # type: ignore[attr-defined]
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Which checkpoint a run resumes from: the newest, by its step, that can be verified."""
+"""Finds the checkpoint that a run resumes from: the newest, by its step, that passes verification."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 
 def checkpoint_name(step: int, final: bool = False) -> str:
-    """The name of the checkpoint of ``step``; names sort by step, and a final one after any other of its step."""
+    """The name of the checkpoint of ``step``. Names sort by step; a final checkpoint is the last of its step."""
     return f"step-{step:012d}{'-final' if final else ''}.ckpt"
 
 
@@ -34,7 +34,7 @@ def step_of(path: str | os.PathLike[str]) -> int:
     """The step in a checkpoint's name.
 
     Raises:
-        ValueError: If ``path`` is not named like a checkpoint of ours.
+        ValueError: If ``path`` is not named like a checkpoint of this package.
     """
     if (match := CHECKPOINT_NAME.fullmatch(Path(path).name)) is None:
         raise ValueError(f"{path} is not named like a checkpoint (step-000000000012.ckpt)")
@@ -42,22 +42,22 @@ def step_of(path: str | os.PathLike[str]) -> int:
 
 
 def is_final(path: str | os.PathLike[str]) -> bool:
-    """Whether a checkpoint is the last state of a finished fit, by its name."""
+    """Whether a checkpoint's name marks it as the last state of a finished fit."""
     return (match := CHECKPOINT_NAME.fullmatch(Path(path).name)) is not None and match[2] is not None
 
 
 def verify(
     path: Path, expected: dict[str, Any] | None = None, mine: Callable[[str], bool] = lambda name: True
 ) -> checkpoint_file.Stamp:
-    """Reads every byte of a checkpoint of ours, and refuses a directory in which something would be executed.
+    """Verifies every byte of a checkpoint of this package, and refuses a directory if loading it would execute code.
 
     Args:
         path: A file, or the directory of a sharded checkpoint.
-        expected: Metadata that it must carry, such as ``{"fit": 0}``.
-        mine: Which files of a directory to look at; see :func:`~.checkpoint_file.verify_directory`.
+        expected: Metadata that it must have, such as ``{"fit": 0}``.
+        mine: Which files of a directory to verify; see :func:`~.checkpoint_file.verify_directory`.
 
     Raises:
-        checkpoint_file.CorruptCheckpoint: If it is damaged, or was not written by this package, or for something else.
+        checkpoint_file.CorruptCheckpoint: If it is damaged, was not written by this package, or has other metadata.
     """
     stamp = checkpoint_file.verify_directory(path, mine) if path.is_dir() else checkpoint_file.verify(path)
     if stamp is None:
@@ -71,14 +71,14 @@ def verify(
 
 
 def retain(directory: str | os.PathLike[str], keep: int, step: int) -> None:
-    """Removes all but the newest ``keep`` checkpoints up to this step; what cannot be removed stays.
+    """Removes all but the newest ``keep`` checkpoints up to ``step``; a failed removal is only logged.
 
-    Those of later steps are of a course that the fit has left, or were rejected and could not be moved: they count for
-    nothing, or a fit that has gone back would remove what it saves.
+    Checkpoints of later steps are from a course that the fit has left, or were rejected and could not be moved. They
+    are not counted: otherwise a fit that has rolled back would remove its own new checkpoints.
     """
     try:
         old = [path for path in checkpoints(directory) if step_of(path) <= step][keep:]
-    except OSError as error:  # the next save looks again
+    except OSError as error:  # the next save tries again
         log.warning("Old checkpoints could not be listed: %s", error)
         return
     for path in old:
@@ -93,7 +93,7 @@ def resolve_resume_path(run_dir: str | os.PathLike[str], fit: int | None = None)
 
     Args:
         run_dir: A run directory, or a folder of checkpoints.
-        fit: Number of the fit in the script; default: the newest that has a checkpoint.
+        fit: Number of the fit in the script; default: the newest fit that has a valid checkpoint.
 
     Returns:
         The newest checkpoint that verifies, or ``None``. Nothing is moved or changed.

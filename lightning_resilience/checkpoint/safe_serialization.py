@@ -1,11 +1,13 @@
-"""The codec of training state: types that a safe load reads, and only those, so that no resume ever unpickles.
+"""The codec of training state: writes only types that a safe load reads, so that no resume ever unpickles.
 
-Whatever users put into their state beside tensors (NumPy arrays and numbers, paths, times, ...) is written in a tagged
-form and rebuilt on load. Anything else can only be pickled: the value that holds it is left out as a whole, by name.
+Common values in users' state besides tensors (NumPy arrays and numbers, paths, times, ...) are written in a tagged form
+and rebuilt on load. Any other object could only be pickled: the value that contains it is left out as a whole and
+reported by name.
 
-There are two forms of the same. The *structure* is a document for JSON beside a list of tensors: what the shards of
-local checkpoints hold. The *safe form* is the same in types that ``torch.load(weights_only=True)`` knows, tensors
-included: what the files in the run directory hold. Both are made by :func:`pack`, which alone decides what is kept.
+The state is written in one of two forms. The *structure* is a JSON document next to a list of tensors; the shards of
+local checkpoints hold it. The *safe form* has the same content, tensors included, in types that
+``torch.load(weights_only=True)`` knows; the files in the run directory hold it. :func:`pack` makes the structure, and
+the safe form is made from it, so :func:`pack` alone decides what is kept.
 """
 
 from __future__ import annotations
@@ -28,22 +30,22 @@ from lightning_resilience.checkpoint.tensor_bytes import DTYPES
 _TAG = "__resilience_type__"
 _LEFT_OUT = object()
 
-_ARRAY_AS_TENSOR = 16 << 10  # bytes, from where on an array is cheaper as a tensor than as text
-_DEEPEST = 100  # containers within each other; json recurses, too
+_ARRAY_AS_TENSOR = 16 << 10  # bytes; from this size on an array is cheaper as a tensor than as text
+_DEEPEST = 100  # nested containers; json recurses, too
 _INT64 = 1 << 63
-_ARRAY_KINDS = "biufcSUmM"  # of NumPy: those whose bytes are all that there is
+_ARRAY_KINDS = "biufcSUmM"  # kinds of NumPy types whose bytes are the whole value
 
-# Where a value is: where its container is, its key or index in it, whether that is an index.
+# The place of a value: the place of its container, its key or index there, and whether that is an index.
 _Where = tuple[Any, Any, bool] | None
 
 
 class Entries:
-    """A dict whose entries are kept or left out one by one: a part of another value is never left out alone.
+    """Marks a dict whose entries are kept or left out one by one; any other value is kept or left out as a whole.
 
-    Half a state would fail in the ``load_state_dict`` that gets it, at every resume.
+    A partial value would make the ``load_state_dict`` that receives it fail at every resume.
 
     Args:
-        of: The dict. It comes back as a ``dict`` or ``OrderedDict``, of whatever class it is.
+        of: The dict. Whatever its class, it comes back as a ``dict`` or an ``OrderedDict``.
     """
 
     __slots__ = ("of",)
@@ -57,30 +59,31 @@ class _Missing:
 
 
 MISSING = _Missing()
-"""In its place within a value comes the list of the paths of what is left out of that: its keys and indices, lists."""
+"""Placeholder: :func:`pack` replaces it by the paths of all values left out, each path a list of keys and indices."""
 
 
 # Into the structure
 
 
 def pack(value: Any) -> tuple[Any, list[torch.Tensor], list[str]]:
-    """Separates a value into a document for JSON and the tensors in it. Copies no tensor.
+    """Separates a value into a JSON document and the tensors in it. Copies no tensor.
 
-    Is quick: it runs in the training thread.
+    It is fast, since it runs in the training thread.
 
     Args:
-        value: Nested dicts, lists, tuples and sets of anything, kept or left out as a whole but for :class:`Entries`.
+        value: Nested dicts, lists, tuples and sets of anything. It is kept or left out as a whole, except for
+            :class:`Entries`.
 
     Returns:
-        * The structure: serialisable by ``json``, and sharing nothing that may change with ``value``. Each tensor in it
-          is replaced by ``{"__resilience_type__": "tensor", "index": i}``. ``None`` if all is left out.
-        * The tensors. Those of the same memory, shape, strides and type are in it once, so that what is tied stays
-          tied. Large NumPy arrays are among them, as bytes; they are not copied either, and change with the array.
-        * The path and type of everything for which something is left out, for example
-          ``callbacks.MyCallback.encoder (LabelEncoder)``: what can only be pickled, or contains itself.
+        * The structure: serializable by ``json``, and without mutable parts of ``value``. Each tensor is replaced by
+          ``{"__resilience_type__": "tensor", "index": i}``. ``None`` if the whole value is left out.
+        * The tensors. Tensors with the same memory, shape, strides and type appear once, so tied tensors stay tied.
+          Large NumPy arrays are among them, as bytes; they are not copied either, and change with the array.
+        * The path and type of each object that causes an omission, because it can only be pickled or contains itself,
+          for example ``callbacks.MyCallback.encoder (LabelEncoder)``.
     """
     packing = _Packing()
-    # So many small objects would have the collector look at everything there is now and then: 0.1 s in the training.
+    # The many small objects would trigger garbage collections of the whole heap: 0.1 s in the training thread.
     collecting = gc.isenabled()
     gc.disable()
     try:
@@ -99,9 +102,9 @@ class _Packing:
         self.left_out: list[str] = []
         self._missing: list[list[Any]] = []
         self._has_entries = False
-        self._outermost: _Where = None  # where the outermost of them are: names and paths begin there
-        self._known: dict[Any, list[int]] = {}  # indices of the tensors that begin at one place in memory
-        self._open: set[int] = set()  # ids of the containers around the value at hand
+        self._outermost: _Where = None  # place of the outermost entries: names and paths begin there
+        self._known: dict[Any, list[int]] = {}  # by start address, the indices of the tensors
+        self._open: set[int] = set()  # ids of the containers around the current value
         self._containers: dict[type, Callable[[Any, _Where], Any]] = {
             **dict.fromkeys((dict, OrderedDict, defaultdict, Counter), self._dict),
             **dict.fromkeys((list, tuple, set, frozenset, deque), self._sequence),
@@ -142,9 +145,9 @@ class _Packing:
         if is_plain and value.requires_grad:
             value = value.detach()
         try:
-            # What has no address (meta, or empty) is told apart by its storage.
+            # Tensors without an address (meta or empty) are distinguished by their storage.
             place: Any = (value.data_ptr() or (value.untyped_storage()._cdata,)) if is_plain else (id(value),)
-        except RuntimeError:  # sparse and the like; whether they can be kept is not decided here
+        except RuntimeError:  # sparse tensors and the like; whether they can be kept is decided elsewhere
             place = (id(value),)
         indices = self._known.setdefault(place, [])
         for index in indices:
@@ -197,7 +200,7 @@ class _Packing:
             return self._leave_out("contains itself, or is too deep", where)
         items = {key: self.pack(item, (where, key, False)) for key, item in value.items()}
         attributes: Any = {}
-        if kind is OrderedDict and value.__dict__:  # of a module's state: the versions of what it is made of
+        if kind is OrderedDict and value.__dict__:  # a module's state dict keeps the versions of its layers there
             attributes = self.pack(value.__dict__, where)
         self._open.remove(id(value))
         if attributes is _LEFT_OUT or _LEFT_OUT in items.values():
@@ -227,7 +230,7 @@ class _Packing:
         return made
 
     def _entry(self, value: Any, where: _Where) -> Any:
-        """Packs a value; if it is left out, so is all that belongs to it."""
+        """Packs a value; if it is left out, drops its tensors and notes its path."""
         before = len(self.tensors)
         packed = self.pack(value, where)
         if packed is _LEFT_OUT:
@@ -272,12 +275,12 @@ class _Packing:
 
 
 def _are_names(keys: Mapping[Any, Any]) -> bool:
-    """Whether these can be the keys of an object in JSON, and are not our own."""
+    """Whether these keys can be the names of a JSON object and do not clash with the tag."""
     return set(map(type, keys)) <= {str} and _TAG not in keys and "".join(keys).isascii()
 
 
 def _is_same(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """Whether two tensors that begin at the same place are the same numbers in the same form."""
+    """Whether two tensors that begin at the same address are the same numbers in the same form."""
     if first is second:
         return True
     try:
@@ -291,9 +294,9 @@ def _is_same(first: torch.Tensor, second: torch.Tensor) -> bool:
 
 
 def is_known_to_torch(kind: type[torch.Tensor]) -> bool:
-    """Whether torch loads tensors of this class: its own, and those that somebody vouches for.
+    """Whether torch loads tensors of this class: its own classes, and classes that are declared safe.
 
-    These are those of ``torch.serialization.add_safe_globals``, and what strategies share out among the ranks (DTensor,
+    Safe are those given to ``torch.serialization.add_safe_globals``, and the sharded tensors of strategies (DTensor,
     ShardedTensor), which PyTorch's distributed checkpoint takes apart.
     """
     return (
@@ -304,9 +307,10 @@ def is_known_to_torch(kind: type[torch.Tensor]) -> bool:
 
 
 def content(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor of a subclass as a plain one of the same memory, if it has some of its own; else as it is.
+    """A tensor of a subclass as a plain tensor on the same memory, if the subclass keeps its content in that memory.
 
-    For what is loaded into a live tensor, whose class stays.
+    Otherwise, and for classes that torch knows, the tensor itself. For content to be loaded into a live tensor, which
+    keeps its class.
     """
     kind: Any = type(tensor)
     if is_known_to_torch(kind) or is_lazy(tensor):
@@ -348,7 +352,7 @@ def _pack_float(value: float) -> Any:
 def _pack_str(value: str) -> Any:
     try:
         value.encode()
-    except UnicodeEncodeError:  # JSON makes one character of two surrogates that follow each other
+    except UnicodeEncodeError:  # JSON would merge two adjacent surrogates into one character
         return {_TAG: "str", "data": _text_of_bytes(value.encode("utf-8", "surrogatepass"))}
     return value
 
@@ -388,15 +392,15 @@ _FACTORY_NAMES: dict[Any, str] = {factory: name for name, factory in _FACTORIES.
 
 
 def unpack(structure: Any, tensors: Sequence[torch.Tensor]) -> Any:
-    """Puts together what :func:`pack` has separated.
+    """Rebuilds the value that :func:`pack` has separated.
 
     Args:
         structure: As returned by :func:`pack`, or read back from JSON.
-        tensors: As returned by :func:`pack`, or what was saved of them, in the same order. They become part of the
-            value, not copies of them.
+        tensors: As returned by :func:`pack`, or loaded from a file, in the same order. The value contains these
+            tensors, not copies.
 
     Raises:
-        ValueError: If the structure is none, or does not belong to these tensors.
+        ValueError: If the structure is malformed, or does not belong to these tensors.
     """
     try:
         return _unpack(structure, tensors)
@@ -409,10 +413,10 @@ def _malformed(error: Exception) -> ValueError:
 
 
 def from_safe(value: Any) -> Any:
-    """Rebuilds what :func:`to_safe` rewrote, also an earlier version of it.
+    """Rebuilds the value that :func:`to_safe` of this or an earlier version has rewritten.
 
     Raises:
-        ValueError: If it is nothing of the kind.
+        ValueError: If ``value`` is malformed.
     """
     return unpack(value, ())
 
@@ -440,7 +444,7 @@ def _unpack(value: Any, tensors: Sequence[torch.Tensor]) -> Any:
     if tag == "ndarray":
         data = value["data"]
         content = _bytes_of(data) if type(data) in (str, bytes) else _unpack(data, tensors).numpy()
-        # A copy: it can be written to, and does not keep a whole file in memory.
+        # A copy can be written to, and does not keep a whole file in memory.
         return _made_array(content, value["dtype"], value["shape"])
     if tag == "path":
         return _PATHS[value.get("pure")](_unpack(value["data"], tensors))
@@ -448,7 +452,7 @@ def _unpack(value: Any, tensors: Sequence[torch.Tensor]) -> Any:
 
 
 def _unpack_container(value: Any, tensors: Sequence[torch.Tensor]) -> Any:
-    """Containers that only the safe form has as such."""
+    """Rebuilds a container that only the safe form holds as itself, without a tag."""
     if not isinstance(value, dict):
         return type(value)(_unpack(item, tensors) for item in value)
     made = type(value)({_unpack(key, tensors): _unpack(item, tensors) for key, item in value.items()})
@@ -482,7 +486,7 @@ def _made_array(content: Any, dtype: str, shape: Sequence[int]) -> np.ndarray[An
 
 
 def _bytes_of(data: str | bytes) -> bytes:
-    return data if type(data) is bytes else base64.b64decode(data)  # as such in files of earlier versions
+    return data if type(data) is bytes else base64.b64decode(data)  # files of earlier versions hold bytes
 
 
 def _unpack_complex(real: str, imaginary: str) -> complex:
@@ -531,14 +535,14 @@ def to_safe(value: Any) -> tuple[Any, list[str]]:
         value: As for :func:`pack`. Tensors are passed through, not copied.
 
     Returns:
-        The rewritten value, and what had to be left out, as :func:`pack` says it.
+        The rewritten value, and what had to be left out, as :func:`pack` reports it.
     """
     structure, tensors, left_out = pack(value)
     return safe_form(structure, tensors), left_out
 
 
 def safe_form(structure: Any, tensors: Sequence[torch.Tensor]) -> Any:
-    """What :func:`pack` has separated, put together as far as a safe load of torch knows its types.
+    """Turns the result of :func:`pack` into the safe form: rebuilds the types that torch knows, keeps other tags.
 
     Args:
         structure: As returned by :func:`pack`.
@@ -552,7 +556,7 @@ def safe_form(structure: Any, tensors: Sequence[torch.Tensor]) -> Any:
     tag = structure.get(_TAG)
     if tag == "tensor":
         tensor = _tensor_of(structure, tensors)
-        # Attributes would be pickled with it; other classes have theirs there.
+        # Attributes of a plain tensor would be pickled with it; other classes need theirs.
         return tensor.detach() if type(tensor) is torch.Tensor and tensor.__dict__ else tensor
     if tag in _KNOWN_TO_TORCH and not _is_odd(structure):
         return _unpack(structure, tensors)
@@ -571,17 +575,17 @@ def safe_form(structure: Any, tensors: Sequence[torch.Tensor]) -> Any:
 
 
 def is_rewritten(value: Any) -> bool:
-    """Whether a safe load of ``value`` needs :func:`from_safe`."""
+    """Whether ``value``, after :func:`to_safe`, holds tags that only :func:`from_safe` can rebuild."""
     return any(isinstance(item, dict) and _TAG in item for item in nested(to_safe(value)[0]))
 
 
 def _is_odd(value: dict[str, Any]) -> bool:
-    """Whether a safe load of torch knows the type and not the value: numbers of 2,040 bits, and no bytes at all."""
+    """Whether torch's safe load knows the type but not this value: an integer of about 2,000 bits, or empty bytes."""
     return (value[_TAG] == "int" and len(value["data"]) > 500) or (value[_TAG] == "bytes" and not value["data"])
 
 
 def _is_known_key(key: Any) -> bool:
-    """Whether what :func:`safe_form` has made of a key, or of an item of a set, can be one: it has become no dict."""
+    """Whether the safe form of a key, or of an item of a set, can still be one: it must not have become a dict."""
     if type(key) is tuple:
         return all(map(_is_known_key, key))
     return type(key) is not dict and not (type(key) is str and key == _TAG)
@@ -591,7 +595,7 @@ def _is_known_key(key: Any) -> bool:
 
 
 def nested(value: Any) -> Iterator[Any]:
-    """``value`` and everything in it: dicts, lists, tuples and sets, and their items."""
+    """Yields ``value`` and everything nested in it: dicts, lists, tuples and sets, and their items."""
     yield value
     if isinstance(value, Mapping):
         value = value.values()
@@ -602,11 +606,12 @@ def nested(value: Any) -> Iterator[Any]:
 
 
 def map_nested(value: Any, change: Callable[[Any], Any]) -> Any:
-    """``value`` with everything for which ``change`` returns something else replaced by that.
+    """A copy of ``value`` in which each item is replaced by what ``change`` returns for it.
 
     Args:
         value: Nested dicts, lists, tuples and sets of anything. Containers are copied.
-        change: Called with a container before what is in it, which is skipped if the container is replaced.
+        change: Returns the item itself to keep it. Called with a container before its items; if it replaces the
+            container, the items are skipped.
     """
     if (changed := change(value)) is not value:
         return changed
@@ -620,10 +625,10 @@ def map_nested(value: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def to_host(value: Any) -> Any:
-    """``value`` with every tensor in it in host memory: what another process is given must be on no device.
+    """``value`` with every tensor moved to host memory, so that it can be sent to another process.
 
-    A tensor is unpickled on the device from which it was pickled, which another process has no business on: it costs
-    half a gigabyte of that device's memory, or is an error where there is no such device.
+    A tensor is unpickled on the device from which it was pickled. In another process that would cost half a gigabyte of
+    the device's memory, or fail where the device does not exist.
 
     Args:
         value: As for :func:`map_nested`.
@@ -636,19 +641,19 @@ def to_host(value: Any) -> Any:
 
 
 def device_of(value: Any) -> torch.device | None:
-    """A device other than the host that holds a tensor in ``value``; nested as for :func:`map_nested`."""
+    """A device, other than the host, of a tensor nested in ``value``; ``None`` if all tensors are on the host."""
     tensors = (item for item in nested(value) if isinstance(item, torch.Tensor))
     return next((tensor.device for tensor in tensors if not tensor.is_meta and not tensor.is_cpu), None)
 
 
 def tensor_names(structure: Any) -> dict[int, str]:
-    """Where in the value each tensor is, such as ``state_dict.weight``: the first place, if there are several.
+    """The path of each tensor in the value, such as ``state_dict.weight``: the first path, if there are several.
 
     Args:
         structure: As for :func:`unpack`.
 
     Raises:
-        ValueError: If the structure is none.
+        ValueError: If the structure is malformed.
     """
     names: dict[int, str] = {}
     try:

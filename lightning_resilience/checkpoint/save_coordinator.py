@@ -1,11 +1,11 @@
 """Coordinates the local saves of all ranks by messages in their shared store. No Trainer.
 
 **A round** is one save of all ranks. Rank 0 announces it some steps ahead: "the first boundary at which ``global_step``
-is at least 120". Each rank posts whether it received that in time, and only if all did, all take their state. So the
-ranks call the hooks of a save, which may use collectives, together or not at all, and a rank waits at that boundary
-only until the answers are complete. The next round begins when all ranks have posted whether they published their
-shards. So no rank waits for another within a step, all ranks save the same steps, and each knows which generations are
-complete and may remove older ones.
+is at least 120". Each rank posts whether it received the announcement in time. Only if all ranks did, they all take
+their state. So the ranks call the hooks of a save, which may use collectives, together or not at all, and a rank waits
+at that boundary only until the answers are complete. The next round begins when all ranks have posted whether they
+published their shards. So no rank waits for another rank within a step, all ranks save the same steps, and each rank
+knows which generations are complete and may remove older ones.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
 _PATIENCE = timedelta(hours=1)
-"""Limit of one wait in the store, which is then repeated."""
+"""Limit of one wait in the store; after it the wait is repeated."""
 
 _OVER = "over"
-"""Value of an awaited key when this rank leaves."""
+"""Value that an awaited key gets when this rank leaves."""
 
 
 @dataclass(frozen=True)
@@ -55,10 +55,10 @@ class SaveCoordinator:
     Args:
         store: Client for this thread alone: it is blocked while the thread waits.
         world_size: Number of ranks.
-        bell: Another client, by which the training thread ends a wait. Polling would not need it, but torch warns at
-            every timeout.
-        shards: How many ranks that follow each other hold the state together, and the next as many again.
-        shard: Which of them this rank holds.
+        bell: Another client, with which the training thread ends a wait. Polling would not need it, but torch logs a
+            warning at every timeout.
+        shards: Number of consecutive ranks that hold the state together; each further group of that size holds it too.
+        shard: Number of the shard that this rank holds.
     """
 
     def __init__(self, store: Store, world_size: int, bell: Store, shards: int = 1, shard: int = 0) -> None:
@@ -72,7 +72,7 @@ class SaveCoordinator:
 
     def announce(self, planned: PlannedSave) -> None:
         """Announces a round; called on rank 0."""
-        # The previous round was finished, so all ranks have read the answers of the one before it.
+        # The previous round has finished, so all ranks have read the answers of the round before it.
         ends = ("over", "settled", "said", "compared", "learned", "prepared", "ready")
         names = ("late", "heard", "agreed", "published", "published/0/", *ends)
         for name in ("", *(f"/{each}" for each in names)):
@@ -83,7 +83,7 @@ class SaveCoordinator:
         """Ends all rounds; called by the training thread."""
         self.over = True
         if self._awaited:
-            with contextlib.suppress(RuntimeError):  # the store is gone, and so is the wait
+            with contextlib.suppress(RuntimeError):  # if the store is gone, the wait has ended
                 self._bell.compare_set(self._awaited, "", _OVER)
 
     def be_ready(self, number: int) -> None:
@@ -92,7 +92,7 @@ class SaveCoordinator:
             self._store.set(f"round/{number}/ready", "1")
 
     def all_are_ready(self, number: int) -> bool:
-        """Waits until all ranks have finished a round; returns false if a rank has left. Called on rank 0."""
+        """Waits until all ranks have finished a round; returns ``False`` if a rank has left. Called on rank 0."""
         return self._get(f"round/{number}/ready") is not None
 
     def wait_for_plan(self, number: int) -> PlannedSave | None:
@@ -104,7 +104,7 @@ class SaveCoordinator:
         """Posts whether this rank received the announcement in time, and waits for the other ranks.
 
         Returns:
-            Whether all ranks did; ``None`` if a rank has left.
+            Whether all ranks received it in time; ``None`` if a rank has left.
         """
         return self._ask_all(number, "heard", "late", int(not in_time), "agreed", wanted=0)
 
@@ -114,10 +114,11 @@ class SaveCoordinator:
         Args:
             number: Number of the round.
             published: Whether this rank published all its shards.
-            digest: Digest of its replicated tensors; files with different digests of a shard do not belong together.
+            digest: Digest of its replicated tensors.
 
         Returns:
-            Whether all ranks published, those with the same shard with the same digest; ``None`` if a rank has left.
+            Whether all ranks have published, and all ranks with the same shard have the same digest: only then their
+            files belong together. ``None`` if a rank has left.
         """
         key = f"round/{number}/published/{self._shard}/{digest}"
         is_last = published and self._store.add(key, 1) == self._world_size // self.shards
@@ -135,8 +136,8 @@ class SaveCoordinator:
             written: Numbers of the replicated tensors that this rank writes between boundary and fence.
 
         Returns:
-            The digests by rank (on rank 0; empty elsewhere), and the numbers in ``written`` of any rank. ``None`` if a
-            rank has left.
+            The digests by rank (on rank 0; empty elsewhere), and the union of the numbers in ``written`` of all ranks.
+            ``None`` if a rank has left.
         """
         name = f"round/{number}"
         keys = [f"{name}/digest/{each}" for each in range(self._world_size)]
@@ -159,14 +160,14 @@ class SaveCoordinator:
     def _ask_all(self, number: int, said: str, counted: str, mine: int, answer: str, wanted: int) -> bool | None:
         name = f"round/{number}"
         self._store.add(f"{name}/{counted}", mine)
-        if self._store.add(f"{name}/{said}", 1) == self._world_size:  # the last rank notifies all
+        if self._store.add(f"{name}/{said}", 1) == self._world_size:  # the last rank notifies all ranks
             total = self._store.add(f"{name}/{counted}", 0)
             self._store.set(f"{name}/{answer}", str(int(total == wanted)))
         heard = self._get(f"{name}/{answer}")
         return None if heard is None else heard == b"1"
 
     def _get(self, key: str) -> bytes | None:
-        self._awaited = key  # set before ``over`` is read; end() does it the other way round
+        self._awaited = key  # set before ``over`` is read; end() sets ``over`` before it reads this
         while not self.over:
             try:
                 self._store.wait([key], _PATIENCE)

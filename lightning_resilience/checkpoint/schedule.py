@@ -1,4 +1,4 @@
-"""When to save to the nodes: at which steps or times."""
+"""Decides at which steps or times local checkpoints are saved."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ _UNKNOWN_INTERVAL_S = 10.0
 
 @dataclass
 class ChosenInterval:
-    """The interval where the user gives none: what saves cost is measured, and the first intervals grow.
+    """The interval if the user gives none: it is chosen by the measured costs of saves, and the first intervals grow.
 
     Args:
-        costs: What a save costs: for how long the training stands still, and for how long threads, network and store
-            are busy with it, in seconds; ``None``: not known yet.
+        costs: Returns the costs of a save in seconds: how long the training stands still, and how long threads, network
+            and store are busy with it. ``None`` if they are not known yet.
         mean_time_to_failure_s: See :func:`~.save_interval.optimal_interval_s`.
         recovery_s: See :func:`~.save_interval.optimal_interval_s`.
 
     Attributes:
-        chosen_s: The interval after the first ones; ``None``: not known yet.
+        chosen_s: The interval after the first ones, in seconds; ``None`` if it is not known yet.
     """
 
     costs: Callable[[], tuple[float, float] | None]
@@ -32,7 +32,7 @@ class ChosenInterval:
     chosen_s: float | None = field(default=None, init=False)
 
     def __call__(self, before_s: float) -> float:
-        """Seconds to the next save, after ``before_s`` between the last two."""
+        """Seconds until the next save; ``before_s`` is the previous interval."""
         costs = self.costs()
         if costs is None:
             return growing_interval_s(before_s, 0.0, 0.0, _UNKNOWN_INTERVAL_S)
@@ -42,13 +42,13 @@ class ChosenInterval:
 
 @dataclass
 class Schedule:
-    """When a save is due: one of the two.
+    """When a save is due: by steps if ``every_n_train_steps`` is set, otherwise by time.
 
     Args:
-        every_n_train_steps: Whenever ``global_step`` has come to a multiple of this.
-        interval_s: When so many seconds have passed since the last one; is passed the interval before that, 0 after the
-            first save. Asked again when a save has begun, and when it is known what it costs.
-        is_early: Whether the first save comes when the training is warm, and not after an interval.
+        every_n_train_steps: A save is due whenever ``global_step`` has reached a multiple of this.
+        interval_s: Returns the seconds from the begin of a save to the next save; its argument is the previous
+            interval, 0 if there was none. Called when a save has begun, and again when its costs are known.
+        is_early: Whether the first save is due when the training is warm, instead of after an interval.
     """
 
     every_n_train_steps: int | None
@@ -61,7 +61,7 @@ class Schedule:
     _next: float = field(default=math.inf, init=False)
 
     def start(self, step: int) -> None:
-        """Call it when the training starts, at this ``global_step``."""
+        """Call it when the training starts; ``step`` is ``global_step``."""
         if self.is_early:
             self._not_before = step + WARM_UP_STEPS
             self._next = time.monotonic()
@@ -69,29 +69,29 @@ class Schedule:
             self.begin()
 
     def begin(self) -> None:
-        """Counts from now."""
+        """Begins the next interval now."""
         self._began, self._before = time.monotonic(), self._interval
         self.adjust()
 
     def adjust(self) -> None:
-        """Call it when the costs of a save are known: when the next one is due follows from them."""
+        """Call it when the costs of a save are known: the time of the next save depends on them."""
         if self.every_n_train_steps is None:
             self._interval = self.interval_s(self._before)
             self._next = self._began + self._interval
 
     def is_due(self, step: int, last: int) -> bool:
-        """Whether to save now."""
+        """Whether to save now, at ``step``; ``last`` is the step of the last save."""
         n = self.every_n_train_steps
-        # Made up for if it could not be done at the very step.
+        # A save that was not possible at the multiple itself is made up for later.
         return time.monotonic() >= self._next and step >= self._not_before if n is None else step // n > last // n
 
     def step_ahead(self, earliest: int) -> int | None:
-        """The step of the next save, not before ``earliest``, or ``None`` if the time has not come."""
+        """The step of the next save, not before ``earliest``; ``None`` if the time for it has not come."""
         n = self.every_n_train_steps
         if n is not None:
             return -(-earliest // n) * n
         return max(earliest, self._not_before) if time.monotonic() >= self._next else None
 
     def seconds_left(self) -> float:
-        """Until the time has come; also a good time to look again."""
+        """Seconds until the next save is due, limited to 0.01 to 60: how long to wait before looking again."""
         return min(max(self._next - time.monotonic(), 0.01), 60.0)

@@ -4,9 +4,9 @@
 preamble (64 bytes) | tensors, each at a multiple of 64 and padded with zeros | header, JSON | footer (40 bytes)
 ```
 
-The tensors come first because they are copied into memory that is the file already, while the header is made at the
-end, with the digest of every tensor in it. The footer has the digest of all the rest, so no byte of a file may be
-changed, cut off, added or moved unnoticed. Nothing is ever unpickled. docs/checkpoints.md has the format.
+The tensors come first because they are copied into memory that is already the file. The header is made at the end,
+since it holds the digest of every tensor. The footer holds the digest of preamble and header, so any byte that is
+changed, cut off, added or moved is noticed. Nothing is ever unpickled. docs/checkpoints.md describes the format.
 """
 
 from __future__ import annotations
@@ -39,30 +39,30 @@ _FORMAT = 1
 _MAGIC = b"\x93LRSHARD\r\n\x1a\n"
 _END_MAGIC = b"LRSHREND"
 _PREAMBLE = struct.pack("<12sI48x", _MAGIC, _FORMAT)
-_PLACE = struct.Struct("<QQ")  # where the header begins, how long it is
+_PLACE = struct.Struct("<QQ")  # start and length of the header
 _FOOTER_SIZE = _PLACE.size + 16 + len(_END_MAGIC)
 _LONGEST_HEADER = 1 << 30
 
-_PIECE = 1 << 20  # read and hashed at once: it is still in the cache then, and the hash releases the GIL
-_THREADS = 4  # of a load; one reads at half the speed of the memory
+_PIECE = 1 << 20  # bytes read and then hashed while still in the cache; the hash releases the GIL
+_THREADS = 4  # of a load; a single thread reads at half the speed of the memory
 _ZEROS = bytes(ALIGNMENT)
 
-# Quantized tensors have more than their bytes, and torch cannot copy integers of less than one byte.
+# Quantized tensors consist of more than their bytes, and torch cannot copy integers of less than one byte.
 _NOT_KEPT = re.compile(r"u?int[1-7]|qu?int\d.*")
 _DTYPES = {name: dtype for name, dtype in DTYPES.items() if not _NOT_KEPT.fullmatch(name)}
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """Where a tensor is in a shard, and what it is.
+    """Position and type of a tensor in a shard.
 
     Args:
-        dtype: Name of the type as torch has it, such as ``bfloat16``.
+        dtype: Name of the type in torch, such as ``bfloat16``.
         shape: Its shape.
         stride: Its strides, in elements.
-        offset: Where its bytes begin, from the start of the file.
-        nbytes: How many bytes it has; 0 on the meta device.
-        device: ``meta`` for a tensor without content, else ``cpu``, where it is loaded to.
+        offset: Position of its first byte in the file.
+        nbytes: Number of its bytes; 0 on the meta device.
+        device: ``meta`` for a tensor without content, otherwise ``cpu``: the device to which it is loaded.
     """
 
     dtype: str
@@ -75,7 +75,7 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class Identity:
-    """Whose state a shard is.
+    """The run, fit, step, generation and part to which a shard belongs.
 
     Args:
         run: Identity of the run.
@@ -84,7 +84,7 @@ class Identity:
         generation: Identity of the generation, the same in all its shards.
         part: Name of the shard, such as ``rank-00003``.
         world_size: Number of ranks of the job.
-        layout: How the state is partitioned into shards; JSON-serialisable.
+        layout: How the state is partitioned into shards; JSON-serializable.
     """
 
     run: str
@@ -105,11 +105,11 @@ class Header:
     """The header of a shard.
 
     Args:
-        identity: Whose state it is.
-        tensors: Its tensors, in the order of their places.
-        structure: The argument of :func:`seal`.
+        identity: Identity of the shard.
+        tensors: Its tensors, in the order of their positions.
+        structure: The argument ``structure`` of :func:`seal`.
         torch_version: Version of torch that wrote it.
-        created: When it was sealed, ISO 8601, UTC.
+        created: Time at which it was sealed, ISO 8601, UTC.
         digest: Digest of the whole shard, 32 hexadecimal digits: shards with the same digest are the same.
         size: Bytes of the whole file.
         checksums: xxh3-128 of each tensor and its padding, as 32 hexadecimal digits.
@@ -126,7 +126,7 @@ class Header:
 
 
 Expected = Identity | Mapping[str, Any] | None
-"""The expected identity of a shard: all of it, some fields by name, or nothing."""
+"""The expected identity of a shard: the whole identity, some fields by name, or ``None`` for any."""
 
 
 def _padded(nbytes: int) -> int:
@@ -137,19 +137,19 @@ def _padded(nbytes: int) -> int:
 
 
 def arrange(tensors: Sequence[torch.Tensor]) -> tuple[list[TensorSpec], int]:
-    """Finds places for tensors in a shard.
+    """Assigns positions in a shard to tensors.
 
-    A tensor that fills its memory without gaps keeps its strides (``channels_last``, transposed); any other, such as
-    an expanded one, is to be stored as if it were contiguous.
+    A tensor that fills its memory without gaps keeps its strides (``channels_last``, transposed). Any other tensor,
+    such as an expanded one, is stored as if it were contiguous.
 
     Args:
-        tensors: On any device, in the order in which they are to be stored.
+        tensors: Tensors on any device, in the order in which they will be stored.
 
     Returns:
-        A place for each, and how many bytes the file has before its header.
+        The position of each tensor, and the number of bytes in the file before its header.
 
     Raises:
-        TypeError: If one cannot be kept byte for byte: sparse, nested or quantized ones, and subclasses of tensor.
+        TypeError: If a tensor cannot be kept byte for byte: a sparse, nested or quantized tensor, or a subclass.
     """
     specs = []
     position = len(_PREAMBLE)
@@ -176,12 +176,12 @@ def arrange(tensors: Sequence[torch.Tensor]) -> tuple[list[TensorSpec], int]:
 
 
 def view(memory: torch.Tensor, spec: TensorSpec, start: int = 0) -> torch.Tensor:
-    """The tensor at its place in ``memory``: no copy, and what is written into one is in the other.
+    """The tensor at its position in ``memory``: a view, not a copy.
 
     Args:
-        memory: What becomes, or is, the content of a shard: bytes (uint8), one dimension.
-        spec: Of the tensor. One on the meta device is made anew, outside of ``memory``.
-        start: At which byte of the shard ``memory`` begins.
+        memory: Content of a shard, complete or not: bytes (uint8), one dimension.
+        spec: The tensor's spec. A tensor on the meta device is made anew, outside of ``memory``.
+        start: Position in the shard at which ``memory`` begins, in bytes.
     """
     dtype = _DTYPES[spec.dtype]
     if spec.device == "meta":
@@ -193,14 +193,14 @@ def view(memory: torch.Tensor, spec: TensorSpec, start: int = 0) -> torch.Tensor
 def seal(
     memory: torch.Tensor, specs: Sequence[TensorSpec], identity: Identity, structure: Any, data_size: int
 ) -> bytes:
-    """Completes a shard whose tensors have been copied to their places. ``memory[:data_size]`` + this is the file.
+    """Completes a shard after its tensors were copied to their positions. The file is ``memory[:data_size]`` + this.
 
-    Writes the preamble and the padding between tensors into ``memory`` and hashes it, without a copy of it.
+    Writes the preamble and the padding between tensors into ``memory`` and hashes it, without copying it.
 
     Args:
         memory: Bytes (uint8), one dimension, on the host, at least ``data_size``.
         specs: As returned by :func:`arrange`.
-        identity: Whose state it is.
+        identity: Identity of the shard.
         structure: Anything that JSON can hold, see :func:`~.safe_serialization.pack`.
         data_size: As returned by :func:`arrange`.
 
@@ -213,7 +213,7 @@ def seal(
         raise ValueError(f"the memory has {memory.numel()} bytes; the tensors take {data_size}")
     content = host_bytes(memory)
     content[: len(_PREAMBLE)] = _PREAMBLE
-    rows = []  # as text: thousands of lists would have Python's collector look at everything there is, now and then
+    rows = []  # as text: thousands of lists would trigger garbage collections of the whole heap
     for spec in specs:
         end = spec.offset + spec.nbytes
         padded_end = _end(spec)
@@ -255,7 +255,7 @@ def _digest(preamble: bytes, header: bytes, place: bytes) -> bytes:
 
 # Reading
 
-_Read = Callable[[int, int], memoryview]  # the bytes from a place to another one
+_Read = Callable[[int, int], memoryview]  # returns the bytes from a start to an end position
 
 
 def read_identity(path: str | os.PathLike[str], expected: Expected = None) -> Header:
@@ -266,7 +266,7 @@ def read_identity(path: str | os.PathLike[str], expected: Expected = None) -> He
         expected: The identity that it must have.
 
     Raises:
-        CorruptCheckpoint: If it is no shard, its ends are damaged, or its identity is another one.
+        CorruptCheckpoint: If it is no shard, its start or end is damaged, or it has another identity.
     """
     with open_regular(path, "shard") as file:
         return _read_header(_reader(file, path), os.fstat(file.fileno()).st_size, path, expected)
@@ -280,7 +280,7 @@ def verify(path: str | os.PathLike[str], expected: Expected = None) -> Header:
         expected: The identity that it must have.
 
     Raises:
-        CorruptCheckpoint: If it is not intact, or its identity is another one.
+        CorruptCheckpoint: If it is not intact, or has another identity.
     """
     with open_regular(path, "shard") as file:
         read = _reader(file, path, memoryview(bytearray(_PIECE)))
@@ -292,7 +292,7 @@ def verify(path: str | os.PathLike[str], expected: Expected = None) -> Header:
 def load(path: str | os.PathLike[str], expected: Expected = None) -> tuple[Header, list[torch.Tensor]]:
     """Reads a shard into new memory, verifies that memory, and returns the tensors in it.
 
-    So what was verified is what is loaded, whatever happens to the file later.
+    So the returned tensors are the verified ones, whatever happens to the file later.
 
     Args:
         path: The file.
@@ -302,7 +302,7 @@ def load(path: str | os.PathLike[str], expected: Expected = None) -> tuple[Heade
         The header, and the tensors in the order of ``header.tensors``. They share no memory with each other.
 
     Raises:
-        CorruptCheckpoint: If it is not intact, or its identity is another one. Nothing has been loaded then.
+        CorruptCheckpoint: If it is not intact, or has another identity. Nothing has been loaded then.
     """
     with open_regular(path, "shard") as file:
         header = _read_header(_reader(file, path), os.fstat(file.fileno()).st_size, path, expected)
@@ -322,7 +322,7 @@ def load(path: str | os.PathLike[str], expected: Expected = None) -> tuple[Heade
             for index in batch:
                 spec = header.tensors[index]
                 tensor = view(memory, spec, start)
-                # A small one would keep all of its batch in memory, and torch.save would write all of it.
+                # As a view, a small tensor would keep its whole batch in memory, and torch.save would write all of it.
                 tensors[index] = tensor if len(batch) == 1 else _copy(tensor, spec)
 
         _for_each_batch(load_batch, header)
@@ -335,21 +335,21 @@ def load_bytes(
     """Verifies a whole shard in memory, such as one received from another node, and returns the tensors in it.
 
     Args:
-        memory: Exactly the bytes of the shard (uint8), one dimension. It belongs to the tensors from then on.
+        memory: Exactly the bytes of the shard (uint8), one dimension. Do not change it afterwards.
         expected: The identity that it must have.
-        source: Stands for the path in errors.
+        source: Replaces the path in errors.
 
     Returns:
-        As :func:`load`, but for the tensors, which are views of ``memory``.
+        As :func:`load`, but the tensors are views of ``memory`` if its alignment allows that.
 
     Raises:
-        CorruptCheckpoint: If it is not intact, or its identity is another one.
+        CorruptCheckpoint: If it is not intact, or has another identity.
     """
     content = host_bytes(memory)
     read = lambda start, end: content[start:end]  # noqa: E731
     header = _read_header(read, len(content), source, expected)
     _for_each_batch(lambda batch: _check(header, read, batch, source), header)
-    if memory.storage_offset() % ALIGNMENT:  # torch has no views of numbers that begin anywhere
+    if memory.storage_offset() % ALIGNMENT:  # torch cannot view bytes at an unaligned offset as another type
         memory = memory.clone()
     return header, [view(memory, spec) for spec in header.tensors]
 
@@ -367,7 +367,7 @@ def _read_into(file: BufferedReader, piece: memoryview, start: int, path: str | 
 
 
 def _reader(file: BufferedReader, path: str | os.PathLike[str], buffer: memoryview | None = None) -> _Read:
-    """Reads into ``buffer``, if there is one that is large enough, or else into new memory."""
+    """Returns a function that reads into ``buffer`` if that is given and large enough, otherwise into new memory."""
 
     def read(start: int, end: int) -> memoryview:
         length = end - start
@@ -437,7 +437,7 @@ def _parse_header(document: dict[str, Any], digest: str, size: int) -> Header:
 
 
 def _check_spec(spec: TensorSpec, position: int) -> None:
-    """Refuses a tensor that does not fit its bytes: the digest covers what was written, right or wrong."""
+    """Refuses a tensor that does not fit its bytes: the digest proves only that the file is as it was written."""
     if spec.dtype not in _DTYPES:
         raise ValueError(f"this version of torch has no type {spec.dtype}")
     numbers = (*spec.shape, *spec.stride)
@@ -453,7 +453,7 @@ def _check_spec(spec: TensorSpec, position: int) -> None:
 
 
 def _foreign(found: Identity, expected: Expected) -> str:
-    """What of ``found`` is not as expected, or an empty text."""
+    """The differences between ``found`` and ``expected`` as text; empty if there are none."""
     if expected is None:
         return ""
     if isinstance(expected, Identity):
@@ -464,7 +464,7 @@ def _foreign(found: Identity, expected: Expected) -> str:
 
 
 def _batches(specs: Sequence[TensorSpec]) -> Iterator[range]:
-    """Divides tensors into those loaded at once: small ones together, a large one alone."""
+    """Divides tensors into batches to load at once: small tensors together, a large one alone."""
     first = 0
     for index, spec in enumerate(specs):
         if _end(spec) - specs[first].offset > _PIECE and index > first:
@@ -493,7 +493,7 @@ def _compare(header: Header, index: int, digest: str, source: str | os.PathLike[
 
 
 def _for_each_batch(task: Callable[[range], None], header: Header) -> None:
-    """Does ``task`` for all batches, by several threads if there is much to do."""
+    """Runs ``task`` for all batches, in several threads if the file is large."""
     batches = list(_batches(header.tensors))
     threads = min(_THREADS, len(os.sched_getaffinity(0)), len(batches)) if header.size >= 8 * _PIECE else 1
     if threads < 2:

@@ -1,6 +1,6 @@
-"""A rank's own part of a state that several ranks share out among them.
+"""Converts sharded tensors to a rank's own part of them and back.
 
-DTensors of FSDP2 and tensor parallelism; what FSDP1 saves is in tensors of an older kind.
+This is for the DTensors of FSDP2 and tensor parallelism; FSDP1 saves tensors of an older kind.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ except ImportError:  # a torch without distributed
 _LOCAL = "__local_shard__"
 
 
-_WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")  # of FSDP1, of activation checkpointing
+_WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")  # names from FSDP1, activation checkpointing
 
 
 def whole_parameters(module: torch.nn.Module) -> Iterator[tuple[str, tuple[int, ...] | None, torch.dtype]]:
-    """Names, shapes and types of all parameters, as they are where no rank holds a part; nothing is gathered.
+    """Names, shapes and types of all parameters as they would be without sharding; nothing is gathered.
 
-    A DTensor knows its whole shape. What FSDP1 has wrapped knows what it was made of; its parameters do not, nor do
-    they have their names any more. The shape of a lazy parameter is not known.
+    A DTensor knows its whole shape. A module wrapped by FSDP1 knows the names and shapes of its original parameters;
+    the flat parameters themselves do not. The shape of a lazy parameter is unknown (``None``).
     """
     whole: dict[str, tuple[int, ...]] = {}
     flat: dict[torch.Tensor, list[str]] = {}
@@ -55,7 +55,7 @@ def _plain_name(name: str) -> str:
 
 
 def to_local(value: Any) -> Any:
-    """Replaces every DTensor in nested dicts and lists by this rank's part of it, with its layout."""
+    """Replaces every DTensor in nested dicts and lists with this rank's part of it and its layout."""
 
     def replaced(item: Any) -> Any:
         if DTensor is None or not isinstance(item, DTensor):
@@ -66,14 +66,14 @@ def to_local(value: Any) -> Any:
 
 
 def from_local(value: Any, like: torch.Tensor | None) -> Any:
-    """Rebuilds what :func:`to_local` has made of a tensor.
+    """Rebuilds a tensor from the result of :func:`to_local`.
 
     Args:
-        value: A tensor, or the part of one.
-        like: The live tensor with its layout.
+        value: A tensor, which is returned as it is, or the part of one.
+        like: The live tensor, which must have the same layout.
 
     Raises:
-        ValueError: If the layout is another one.
+        ValueError: If the live tensor has another layout.
     """
     if not _is_part(value):
         return value
@@ -88,14 +88,14 @@ def _is_part(value: Any) -> bool:
 
 
 def group_size(tensor: torch.Tensor, ranks: int) -> int:
-    """How many ranks hold a tensor together, while each further group of as many holds it as well.
+    """The number of ranks that hold a tensor together, where each further group of that size holds it as well (HSDP).
 
     Args:
-        tensor: Any.
-        ranks: How many ranks there are.
+        tensor: Any tensor.
+        ranks: Number of ranks.
 
     Returns:
-        0 if it is laid out in another way than in groups of ranks that follow each other.
+        0 if the tensor is not laid out in groups of consecutive ranks.
     """
     if DTensor is None or not isinstance(tensor, DTensor) or tensor.device_mesh.ndim != 2:
         return 0
@@ -105,7 +105,7 @@ def group_size(tensor: torch.Tensor, ranks: int) -> int:
 
 
 def _layout(tensor: Any) -> dict[str, Any]:
-    """What a rank's part depends on: not on how many others have the same."""
+    """Everything that determines a rank's part; the number of ranks with the same part does not."""
     placed = zip(tensor.device_mesh.shape, tensor.placements, strict=True)
     return {
         "shape": list(tensor.shape),
@@ -135,18 +135,18 @@ def _rebuild(value: dict[str, Any], near: Any) -> Any:
 
 
 def _fits(saved: list[int], shape: tuple[int, ...]) -> bool:
-    """Whether a mesh is that of a layout."""
+    """Whether a mesh of this shape can hold the saved layout; 0 stands for any number of copies."""
     return len(saved) == len(shape) and all(size in (0, now) for size, now in zip(saved, shape, strict=True))
 
 
 def optimizer_state_from_local(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-    """The state of an optimizer for its ``load_state_dict``.
+    """The state of an optimizer, rebuilt for its ``load_state_dict``.
 
-    What it keeps for a parameter was sharded as it liked, on the mesh of the parameter: a moment like the parameter
-    itself, a norm in another way.
+    An optimizer shards its state for a parameter in its own way on the mesh of the parameter: a moment like the
+    parameter itself, a norm in another way.
 
     Raises:
-        ValueError: If a parameter is not sharded any more, or over other ranks.
+        ValueError: If a parameter is no longer sharded, or is sharded over other ranks.
     """
     parameters = dict(enumerate(_parameters(optimizer)))
     return {

@@ -1,9 +1,9 @@
-"""A directory that all ranks write together, each its own shards, without a collective while it is written.
+"""Saves to a directory that all ranks write together, each its own shards, without a collective during the writing.
 
-What each rank writes is planned by PyTorch's distributed checkpoint (DCP), in a collective at a boundary, and again
-only when the shapes have changed. The shards are written by any thread, from a copy or from the live state, into a
-directory under a temporary name. Then each rank reports to rank 0, over the store that they share. If all have
-written their shards, rank 0 describes, seals and renames the directory, and sends the outcome to the others. If a rank
+PyTorch's distributed checkpoint (DCP) plans what each rank writes. That is a collective at a boundary, repeated only
+when the layout of the state has changed. Then any thread writes the rank's shards, from a copy or from the live state,
+into a directory under a temporary name, and reports to rank 0 over the store of the job. If all ranks have written
+their shards, rank 0 describes, seals and renames the directory, and sends the outcome to the other ranks. If a rank
 dies, the directory stays unfinished, and no rank waits for it longer than the fit lasts.
 """
 
@@ -32,7 +32,7 @@ from lightning_resilience.checkpoint.store_messages import StoreMessages
 from lightning_resilience.run.run_directory import StaleAttempt
 
 _PATIENCE_S = 3600.0
-"""How long a rank waits for the others while the fit has not failed."""
+"""How long a rank waits for the other ranks while the fit has not failed."""
 
 
 @dataclass(frozen=True)
@@ -40,9 +40,9 @@ class Save:
     """One save of all ranks.
 
     Args:
-        path: Where it is to be.
-        written: Where it is written, beside that.
-        metadata: For its stamp.
+        path: The final directory.
+        written: The temporary directory into which it is written, in the same folder.
+        metadata: Metadata for its stamp.
     """
 
     path: Path
@@ -52,12 +52,12 @@ class Save:
 
 @dataclass(frozen=True)
 class Draft:
-    """What is to be saved, as DCP sees it.
+    """The state to save, as DCP sees it.
 
     Args:
-        planner: Has the state, by name.
-        layout: What the plan depends on.
-        is_new: Whether it differs from that of the previous save.
+        planner: Holds the state, by name.
+        layout: The properties of the state on which the plan depends.
+        is_new: Whether the layout differs from that of the previous save.
     """
 
     planner: DefaultSavePlanner
@@ -67,7 +67,7 @@ class Draft:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a save has ended, the same on all ranks.
+    """How a save has ended; the same on all ranks that can still reach rank 0.
 
     Args:
         how: ``published``; ``invalidated``: a rank's copy was not valid, and another save may succeed; ``failed``; or
@@ -80,7 +80,7 @@ class Outcome:
 
 
 OF_OTHERS = Outcome("invalidated", "the ranks of this run have changed")
-"""Nobody is told: the fit ends, or is entered again."""
+"""Outcome that is not reported to the user: the fit ends, or is entered again."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class ShardedSaves:
         rank: Rank of this process.
         world_size: Number of ranks.
         messages: Messages between the ranks.
-        gather: All-gathers an object, by rank; a collective.
+        gather: Returns the objects of all ranks by rank; a collective.
         check_owner: Raises if another attempt owns the run.
     """
 
@@ -113,7 +113,7 @@ class ShardedSaves:
     _number: int = field(default=0, init=False)
 
     def draft(self, state: dict[str, Any]) -> Draft:
-        """Looks at what is to be saved. Nothing is copied.
+        """Prepares the plan for a state to save. Nothing is copied.
 
         Args:
             state: Nested dicts and lists of DTensors, tensors and plain values, as DCP takes it.
@@ -124,10 +124,10 @@ class ShardedSaves:
         return Draft(planner, layout, layout != self._layout)
 
     def part(self, draft: Draft, plan: bool) -> dict[str, Any]:
-        """What this rank writes, by name. Nothing is copied.
+        """The values that this rank writes, by name. Nothing is copied.
 
         Args:
-            draft: Of this rank.
+            draft: The draft of this rank.
             plan: Whether the draft of any rank is new; then this is a collective.
         """
         planner = draft.planner
@@ -146,11 +146,12 @@ class ShardedSaves:
         """Writes this rank's part and waits until the save has ended on all ranks; in any thread, no collective.
 
         Args:
-            save: The same on all ranks, which call this for one save after the other.
-            part: As made by :meth:`part`, or a copy of that. ``None``: this rank has none.
-            rest: What else belongs to the checkpoint, on rank 0, in types that a safe load reads.
-            missed: Why there is no part; ``None``: its copy was not valid.
-            read_back: Whether a safe load must read what is no tensor before the checkpoint counts; of rank 0.
+            save: The save, the same on all ranks, which call this for one save after the other.
+            part: From :meth:`part`, or a copy of that. ``None`` if this rank has none.
+            rest: The remaining state of the checkpoint, in types that a safe load reads; used on rank 0.
+            missed: Why there is no part; ``None`` if its copy was not valid.
+            read_back: Whether a safe load must read all non-tensor values before the checkpoint is published; used on
+                rank 0.
         """
         number, self._number = self._number, self._number + 1
         try:
@@ -161,7 +162,7 @@ class ShardedSaves:
             if self.rank == 0:
                 return self._finish(number, save, mine, rest, read_back)
             return self._receive_outcome(number, mine)
-        except RuntimeError as error:  # the store has gone, and with it rank 0 or its launcher
+        except RuntimeError as error:  # the store is gone, since rank 0 or its launcher has ended
             return Outcome("failed", f"rank {self.rank} could not reach the other ranks: {error}")
 
     def _write_part(self, save: Save, part: dict[str, Any] | None, missed: str | None) -> _Report:
@@ -188,13 +189,13 @@ class ShardedSaves:
         except TimeoutError:
             outcome = Outcome("failed", "not all ranks have reported that they wrote their shards")
         else:
-            reports = [mine, *map(pickle.loads, others)]  # from ranks of this very job
+            reports = [mine, *map(pickle.loads, others)]  # from ranks of this job
             outcome = self._publish(save, reports, rest, read_back)
         if outcome.how != "published":
             shutil.rmtree(save.written, ignore_errors=True)
         if keys:
             self.messages.send(f"{number}/outcome", pickle.dumps(outcome))
-            self.messages.delete(f"{number - 1}/outcome")  # all ranks have reported since, so they have received it
+            self.messages.delete(f"{number - 1}/outcome")  # all ranks have reported after it, so they have received it
         return outcome
 
     def _publish(self, save: Save, reports: list[_Report], rest: Any, read_back: bool) -> Outcome:
@@ -238,12 +239,12 @@ def _layout(name: str, value: Any) -> tuple[Any, ...]:
 
 
 def without_numpy_numbers(value: Any) -> Any:
-    """Numbers of NumPy as those of Python, which have the same value: a schedule may make such learning rates."""
+    """``value`` with NumPy numbers replaced by equal Python numbers; a schedule may set NumPy learning rates."""
     return map_nested(value, lambda item: item.item() if isinstance(item, np.generic) else item)
 
 
 class _Values(DefaultSavePlanner):
-    """Gives the writer what it writes, from where it was copied to."""
+    """Gives the writer the values of a part, which may be copies of the state."""
 
     def __init__(self, values: dict[str, Any]) -> None:
         super().__init__()
@@ -254,7 +255,7 @@ class _Values(DefaultSavePlanner):
 
 
 class _Describer(FileSystemWriter):
-    """Writes the description, which names the directory as it will be called."""
+    """Writes the description of a directory, with the directory's final name."""
 
     def __init__(self, save: Save) -> None:
         super().__init__(save.written)

@@ -1,16 +1,17 @@
-"""A state of the training, copied while the training goes on: torch only, no Trainer.
+"""Copies a state of the training while the training continues: torch only, no Trainer.
 
-Most of a state is parameters and optimizer state, and neither forward nor backward changes them. So they are copied by
-another thread while the next batch runs, and the optimizer's step waits for the copy to end (the *fence*). Everything
-else (random states, counters, buffers such as those of batch normalisation) is copied at once, at the boundary.
+Most of a state is parameters and optimizer state, and neither forward nor backward changes them. So another thread
+copies them while the next batch runs, and the optimizer's step waits for the copy to end (the *fence*). Everything else
+(random states, counters, buffers such as those of batch normalization) is copied at once, at the boundary.
 
-Whether a tensor has stayed as it was is checked, not assumed: torch counts the writes to every tensor. One that was
-written between boundary and fence invalidates its snapshot, which is dropped, and is copied at once from then on.
+Whether a tensor is unchanged is checked, not assumed: torch counts the writes to every tensor. A tensor written between
+boundary and fence invalidates its snapshot, which is dropped; from then on this tensor is copied at once.
 
-Writes through ``tensor.data`` are not counted, and hooks of users do write like that: clipped weights, the average of a
-teacher. So what parameters held at the boundary is compared with the copy: all of it now and then (the first time, then
-as often as takes a thousandth of the time, and always once such a write was seen), else a sample. What may slip through
-is a write through ``.data``, before the optimizer's step, that begins in the middle of a fit and changes few elements.
+torch does not count writes through ``tensor.data``, and users' hooks do write like that: clipped weights, the average
+of a teacher. So the values of parameters at the boundary are compared with the copy. Every value is compared from time
+to time: at first, then as often as takes a thousandth of the time, and always once such a write was seen. Otherwise a
+sample is compared. A write through ``.data`` before the optimizer's step can slip through if such writes begin in the
+middle of a fit and change few elements.
 """
 
 from __future__ import annotations
@@ -32,13 +33,13 @@ from lightning_resilience.checkpoint.safe_serialization import nested, pack
 from lightning_resilience.checkpoint.tensor_bytes import as_words, flat, is_dense
 
 _LOOKED_AT_ALL = 1e-3
-"""The share of the time that may go into looking at all of the parameters."""
+"""The share of the time that comparing every value of the parameters may take."""
 
 _SAMPLE = 64
-"""How many elements of a parameter are looked at otherwise."""
+"""Number of elements of a parameter that are compared otherwise."""
 
 ON_DEVICE_BYTES = 64 << 20
-"""How much memory of a device is taken at most for copies of what is not stable: the training may need the rest."""
+"""Most device memory for copies of tensors that are not stable: the training may need the rest."""
 
 log = logging.getLogger(__name__)
 
@@ -47,15 +48,15 @@ LONGEST_WAIT_S = 60.0
 
 
 def wait_with_heartbeat(wait: Callable[[float], bool], timeout_s: float, heartbeat: Callable[[], None]) -> bool:
-    """Waits for as long as that, in pieces: a wait that ends by itself must not be taken for a hang.
+    """Waits in pieces of a second, with a heartbeat, so that a bounded wait is not taken for a hang.
 
     Args:
-        wait: Waits for so many seconds at most; returns whether it has come.
-        timeout_s: How long to wait.
-        heartbeat: Called once a second; says that this is no hang.
+        wait: Waits for at most the given seconds; returns whether the awaited event has come.
+        timeout_s: Limit of the whole wait in seconds.
+        heartbeat: Called once a second; reports that this is no hang.
 
     Returns:
-        Whether it has come.
+        Whether the awaited event has come.
     """
     deadline = time.monotonic() + timeout_s
     while not (come := wait(max(0.0, min(1.0, deadline - time.monotonic())))) and time.monotonic() < deadline:
@@ -64,7 +65,7 @@ def wait_with_heartbeat(wait: Callable[[float], bool], timeout_s: float, heartbe
 
 
 def address(tensor: torch.Tensor) -> int:
-    """Where the content of ``tensor`` is kept; two tensors with the same address share it. 0: nowhere."""
+    """The memory address of the storage of ``tensor``; tensors with the same address share it. 0: it has none."""
     try:
         return local(tensor).untyped_storage().data_ptr()
     except RuntimeError:  # sparse, or a subclass that keeps its content in other tensors
@@ -72,7 +73,7 @@ def address(tensor: torch.Tensor) -> int:
 
 
 class Snapshots:
-    """Takes one snapshot after the other, into memory that it keeps: one at a time."""
+    """Takes snapshots, one at a time, into memory that it reuses."""
 
     def __init__(self) -> None:
         self._kept: dict[int, _Kept] = {}
@@ -90,7 +91,7 @@ class Snapshots:
         """
         structure, tensors, left_out = pack(state)
         watched: dict[int, list[tuple[torch.Tensor, int]]] = {}  # by address: several tensors may share one
-        known: dict[int, int] = {}  # addresses by the id of what is in ``watched``: to ask for one takes a microsecond
+        known: dict[int, int] = {}  # address by id of each stable tensor: to ask for one takes a microsecond
         parameters = set()
         for tensor in stable:
             own = local(tensor)
@@ -99,7 +100,7 @@ class Snapshots:
             known[id(tensor)] = place
             seen = watched.setdefault(place, [])
             seen.append((tensor, tensor._version))
-            if own is not tensor:  # a DTensor counts the writes, not the part of it that this rank holds: look at both
+            if own is not tensor:  # writes may be counted for a DTensor and not for its local part: watch both
                 seen.append((own, own._version))
             if type(tensor) is not torch.Tensor and isinstance(tensor, torch.nn.Parameter):
                 parameters.add(place)
@@ -117,7 +118,7 @@ class Snapshots:
             elif place not in watched or self._is_volatile(index, tensor):
                 sources.append(copier.copy(index, tensor))
             else:
-                # Whoever replaces the data of a parameter leaves us what was there.
+                # If code replaces the data of a parameter, this still refers to the earlier data.
                 source = tensor if type(tensor) is torch.Tensor else tensor.detach()
                 sources.append(source)
                 places.add(place)
@@ -132,7 +133,7 @@ class Snapshots:
     def _is_volatile(self, index: int, tensor: torch.Tensor) -> bool:
         if self._volatile and _kind(index, tensor) in self._volatile:
             return True
-        if tensor.is_inference() or tensor.is_conj() or tensor.is_neg():  # torch counts nothing, or shows no bits
+        if tensor.is_inference() or tensor.is_conj() or tensor.is_neg():  # writes are not counted, or bits not visible
             return True
         return not (tensor.is_contiguous() or is_dense(tensor.shape, tensor.stride()))
 
@@ -150,15 +151,15 @@ class Snapshots:
         return bool(self._volatile)
 
     def look_at_all(self) -> None:
-        """Compares all of the parameters in the next snapshot, however recent the last such comparison is."""
+        """Makes the next snapshot compare every value of the parameters, even if the last full comparison is recent."""
         self._look_at_all = 0.0
 
     def note_volatile(self, changed: Mapping[int, torch.Tensor], hidden: bool) -> None:
-        """Has tensors that have changed between a boundary and its fence copied at once from now on.
+        """From now on, copies tensors at once that have changed between a boundary and its fence.
 
         Args:
-            changed: By index in :attr:`Snapshot.tensors`.
-            hidden: Whether torch has not counted it.
+            changed: The tensors, by index in :attr:`Snapshot.tensors`.
+            hidden: Whether torch has not counted the write.
         """
         kinds = {_kind(index, tensor) for index, tensor in changed.items()}
         self._volatile |= kinds
@@ -167,9 +168,9 @@ class Snapshots:
             self._written |= kinds
 
     def is_written(self, index: int, tensor: torch.Tensor) -> bool:
-        """Whether the training itself writes this tensor between a boundary and its fence: perhaps on this rank only.
+        """Whether the training itself writes this tensor between a boundary and its fence, perhaps on this rank only.
 
-        Not so where torch has not counted it: that may be an error of the hardware.
+        A change that torch has not counted does not qualify: it may be a hardware error.
         """
         return bool(self._written) and _kind(index, tensor) in self._written
 
@@ -178,19 +179,19 @@ _Kept = tuple[torch.Tensor, devices.Registration | None]
 
 
 class _Copier:
-    """Copies at once what may change before the fence, without waiting for a device, into memory that is kept.
+    """Copies tensors that may change before the fence at once, without waiting for a device, into reused memory.
 
-    On its own device, as long as that takes no more memory than a budget. What is beyond it, or finds no room there,
-    goes to the host: the device does nothing else meanwhile.
+    A copy stays on the device of its tensor while the copies there fit into a memory budget. Tensors that exceed the
+    budget, or find no free memory, are copied to the host; the device does nothing else during that copy.
 
     Args:
         tensors: All tensors of the state.
-        kept: What was copied into the last time, by index.
+        kept: Destinations of the previous copies, by index.
 
     Attributes:
-        devices: All that the state is on.
-        kept: What is copied into this time.
-        through_host: By index the bytes of what did not stay on its device.
+        devices: All accelerators that the state is on.
+        kept: Destinations of the present copies, by index.
+        through_host: By index, the bytes of each tensor that was copied to the host.
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor], kept: Mapping[int, _Kept]) -> None:
@@ -203,13 +204,13 @@ class _Copier:
 
     @torch.no_grad()
     def copy(self, index: int, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy of the tensor with this index."""
+        """A copy of ``tensor``, which has this index."""
         device = devices.accelerator(tensor)
         if device is not None:
             if tensor.nbytes > self._left[device]:
                 return self._to_host(index, tensor.detach(), device)
             self._left[device] -= tensor.nbytes
-        elif not self._awaited and tensor.is_pinned():  # few states have any; a device may be writing into it still
+        elif not self._awaited and tensor.is_pinned():  # rare in a state; a device may still be writing into it
             for each in self.devices:
                 devices.mark(each).synchronize()
             self._awaited = True
@@ -234,7 +235,7 @@ class _Copier:
             or tensor.is_conj()
             or tensor.is_neg()
         ):
-            return tensor.to("cpu", copy=True)  # takes more than one copy: the host waits for it
+            return tensor.to("cpu", copy=True)  # needs more than one copy, so the host waits for it
         kept, registration = self._before.get(index, (None, None))
         if kept is None or not _is_alike(kept, tensor, torch.device("cpu")):
             kept = torch.empty_like(tensor, device="cpu")
@@ -244,12 +245,12 @@ class _Copier:
 
 
 def _kind(index: int, tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Identifies a tensor over snapshots, also when its memory changes."""
+    """Identifies a tensor across snapshots, even if its memory changes."""
     return index, tensor.shape, tensor.dtype
 
 
 def _is_alike(first: torch.Tensor, second: torch.Tensor, device: torch.device) -> bool:
-    """Whether the content of the second can be copied into the first, if that is to be on ``device``."""
+    """Whether ``first`` is on ``device`` and can receive the content of ``second`` by a plain copy."""
     return (
         first.layout == second.layout == torch.strided
         and (type(first), first.dtype, first.device) == (type(second), second.dtype, device)
@@ -258,11 +259,11 @@ def _is_alike(first: torch.Tensor, second: torch.Tensor, device: torch.device) -
 
 
 class _Look:
-    """What some tensors, each without gaps, have in them at this moment.
+    """A fingerprint of the present values of dense tensors.
 
     Args:
-        tensors: By any key.
-        at_all: Whether to look at every bit, or at a sample.
+        tensors: The tensors, by any key.
+        at_all: Whether it covers every bit (by a sum), or only a sample of elements.
     """
 
     def __init__(self, tensors: Mapping[int, torch.Tensor], at_all: bool) -> None:
@@ -274,40 +275,40 @@ class _Look:
             for key, tensor in tensors.items():
                 seen = _sum(tensor) if at_all else _sample(tensor)
                 alike.setdefault((seen.dtype, devices.accelerator(seen)), {})[key] = seen
-            # In one piece for each device, so that it takes one copy to bring it.
+            # One piece for each device and type, so that one copy brings it to the host.
             self._groups = [
                 (device, {key: seen.numel() for key, seen in group.items()}, torch.cat(list(group.values())))
                 for (_, device), group in alike.items()
             ]
 
     def bring(self, device: torch.device) -> None:
-        """Copies what was seen on ``device`` to the host, on its current stream; the caller waits for it."""
+        """Copies the fingerprint on ``device`` to the host, on its current stream; the caller waits for it."""
         for number, (where, sizes, seen) in enumerate(self._groups):
             if where == device:
                 host = torch.empty(seen.shape, dtype=seen.dtype, device="cpu", pin_memory=True)
                 self._groups[number] = (None, sizes, host.copy_(seen, non_blocking=True))
-                self._being_brought.append(seen)  # its memory must not be given to others meanwhile
+                self._being_brought.append(seen)  # its memory must not be reused before the copy has ended
 
     def _seen(self) -> Iterator[tuple[int, torch.Tensor]]:
         for _, sizes, seen in self._groups:
             yield from zip(sizes, torch.split(seen, list(sizes.values())), strict=True)
 
     def again(self, tensors: Mapping[int, torch.Tensor]) -> _Look:
-        """The same look at ``tensors``, as far as this one has seen them."""
+        """A new fingerprint of those ``tensors`` that this one covers."""
         return _Look({key: tensor for key, tensor in tensors.items() if key in self._keys}, self._at_all)
 
     def differs(self, tensors: Mapping[int, torch.Tensor]) -> list[int]:
-        """The keys of what looks otherwise now, in ``tensors``."""
+        """The keys of the tensors whose values in ``tensors`` differ now."""
         return self.differs_from(self.again(tensors))
 
     def differs_from(self, later: _Look) -> list[int]:
-        """The keys of what looks otherwise in a later look."""
+        """The keys of the tensors that differ in a later fingerprint."""
         before = dict(self._seen())
         return [key for key, seen in later._seen() if not torch.equal(_bits(seen), _bits(before[key]))]
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.view(torch.uint8)  # numbers that are none differ from themselves
+    return tensor.view(torch.uint8)  # as numbers, NaN would differ from itself
 
 
 def _sample(tensor: torch.Tensor) -> torch.Tensor:
@@ -320,21 +321,21 @@ def _sum(tensor: torch.Tensor) -> torch.Tensor:
 
 
 _Copy = tuple[torch.Tensor, torch.Tensor]
-"""Where to, and from where."""
+"""Destination and source."""
 
 
 class Snapshot:
-    """One state, on its way into host memory. Made by :meth:`Snapshots.take`.
+    """One state that is being copied to host memory. Made by :meth:`Snapshots.take`.
 
     The training thread calls :meth:`fence`; another thread calls :meth:`copy` and then :meth:`is_good`.
 
     Attributes:
         structure: The state without its tensors (see :func:`~.safe_serialization.pack`).
-        tensors: What was or will be copied. To be read by :meth:`copy` only, but for their shapes and types.
-        addresses: Where the training keeps them; see :func:`address`.
-        left_out: Names of what could not be taken.
-        through_host: By index the bytes of what was too large for its device to keep a copy of it, and has held the
-            device up on its way to the host.
+        tensors: The tensors to copy, or copies made at the boundary. Only :meth:`copy` may read their content.
+        addresses: Addresses of the training's tensors; see :func:`address`.
+        left_out: Names of state that could not be taken.
+        through_host: By index, the bytes of each tensor for which its device had no room for a copy, so that it was
+            copied to the host and held the device up.
     """
 
     def __init__(
@@ -363,21 +364,21 @@ class Snapshot:
         self._fenced = threading.Event()
         self._good = True
         self._looked_again = False
-        # What the training has asked its devices to do by now comes before the copy.
+        # The copy starts after the work that the training has queued on its devices so far.
         self._before = {device: devices.mark(device) for device in copier.devices}
         self._at_fence: devices.Standstill | None = None
 
     @property
     def device(self) -> torch.device | None:
-        """The accelerator that the state is on; the first of several, and ``None`` for the host."""
+        """The accelerator that the state is on, the first if there are several; ``None`` for the host."""
         return next(iter(self._before), None)
 
     def copy(self, destinations: Iterable[tuple[int, torch.Tensor]], digested: Sequence[int] = ()) -> None:
-        """Copies tensors to where they shall go.
+        """Copies tensors to their destinations.
 
         Args:
             destinations: Pairs of an index in :attr:`tensors` and a tensor in host memory of its shape and type.
-            digested: The indices of those whose content :meth:`digest` is to say, copied or not.
+            digested: The indices of the tensors that :meth:`digest` covers, copied or not.
         """
         with torch.no_grad():
             copies = self._noted(destinations)
@@ -386,17 +387,17 @@ class Snapshot:
             self._add_to_digest(digested, None)
 
     def digest(self) -> str:
-        """What the tensors hold that were to be digested by :meth:`copy`; good if :meth:`is_good`."""
+        """The digest of the ``digested`` tensors of :meth:`copy`; valid only if :meth:`is_good`."""
         return self._digest.hexdigest()
 
     def _add_to_digest(self, indices: Sequence[int], device: torch.device | None) -> None:
-        """Of what lies on ``device``, or in the host's memory.
+        """Adds the tensors on ``device`` (``None``: in host memory) to the digest.
 
-        After it is copied: what changes in between is in the digest only, and the copy is refused because of it.
+        This follows their copy: a change in between is only in the digest, and the check of the copy then fails.
         """
         own = {i: self.tensors[i] for i in indices if devices.accelerator(self.tensors[i]) == device}
         self._digest.add(own.values())
-        # A write in between that torch does not count has come before what is digested, on some ranks perhaps.
+        # Tensors that are not copied are checked here: a write that torch does not count may precede the digest.
         if looked_at := {i: tensor for i, tensor in own.items() if i not in self._destinations}:
             self._digested.append(self._look.again(looked_at))
 
@@ -406,7 +407,7 @@ class Snapshot:
             yield destination, self.tensors[index]
 
     def _copy_from_devices(self, copies: Iterable[_Copy], digested: Sequence[int]) -> list[_Copy]:
-        """Copies what is on a device; what remains is not written by any device any more when this returns."""
+        """Copies all tensors on devices; returns the other copies, whose sources no device writes any more by then."""
         by_device: dict[torch.device | None, list[_Copy]] = {None: []}
         for destination, source in copies:
             by_device.setdefault(devices.accelerator(source), []).append((destination, source))
@@ -425,22 +426,22 @@ class Snapshot:
                                 look.bring(device)
                         finally:
                             copied.append(devices.end_of(stream))
-            finally:  # until then the memory belongs to the devices, whatever has happened
+            finally:  # also after an error, devices may use the memory until these events
                 for event in copied:
                     event.synchronize()
         return by_device[None]
 
     def release(self) -> None:
-        """To be called when everything is copied, or nothing will be: the training may change its tensors again."""
+        """Call it when everything is copied, or nothing will be: the training may change its tensors again."""
         self._copied.set()
 
     def fence(self, heartbeat: Callable[[], None] = lambda: None) -> None:
-        """Waits until everything is copied; called by the training thread before it changes what was said to be stable.
+        """Waits until everything is copied; the training thread calls it before it changes stable tensors.
 
         Costs nothing when called again.
 
         Args:
-            heartbeat: Called now and then meanwhile; see :func:`wait_with_heartbeat`.
+            heartbeat: Called once a second during the wait; see :func:`wait_with_heartbeat`.
         """
         if self._fenced.is_set():
             return
@@ -450,7 +451,7 @@ class Snapshot:
             in_time = wait_with_heartbeat(self._copied.wait, LONGEST_WAIT_S, heartbeat)
             at_fence.over()
             self._at_fence = at_fence
-        if not in_time:  # storage that does not answer must not stop the training: what is copied from here on is bad
+        if not in_time:  # storage that does not answer must not stop the training, so this copy becomes invalid
             self._good = False
             self._fenced.set()
             log.error("Dropping a snapshot: its copy did not finish within %.0f s.", LONGEST_WAIT_S)
@@ -464,7 +465,7 @@ class Snapshot:
         self._fenced.set()
 
     def drop(self) -> None:
-        """Has the copy count as bad, whatever it will be."""
+        """Makes the copy count as bad."""
         self._good = False
 
     def _invalidate(self, changed: Iterable[int], hidden: bool) -> None:
@@ -472,20 +473,20 @@ class Snapshot:
         self._snapshots.note_volatile({index: self.tensors[index] for index in changed}, hidden)
 
     def written(self, indices: Iterable[int]) -> list[int]:
-        """Which of these tensors the training writes between boundary and fence, as far as is known now."""
+        """Those of these tensors that the training writes between boundary and fence, as far as is known now."""
         return [index for index in indices if self._snapshots.is_written(index, self.tensors[index])]
 
     def note_written(self, indices: Iterable[int]) -> None:
-        """On another rank the training writes these tensors between boundary and fence."""
+        """Notes that on another rank the training writes these tensors between boundary and fence."""
         self._snapshots.note_volatile({index: self.tensors[index] for index in indices}, hidden=False)
 
     @property
     def waited_s(self) -> float:
-        """How long the training has stood still at the fence; not for its own thread (see :class:`.Standstill`)."""
+        """Seconds for which the training stood still at the fence. For other threads only; see :class:`.Standstill`."""
         return 0.0 if self._at_fence is None else self._at_fence.seconds()
 
     def is_good(self, timeout_s: float | None = None) -> bool:
-        """Waits for the fence; returns whether nothing was changed before it, and so the copy is the state."""
+        """Waits for the fence; returns whether nothing has changed before it, so that the copy is the state."""
         if not self._fenced.wait(timeout_s):
             return False
         if self._good and not self._looked_again:
@@ -500,11 +501,11 @@ class Snapshot:
 class Fence:
     """Calls :meth:`Snapshot.fence` before any optimizer of this process changes anything.
 
-    Any, since a fit may exchange its optimizers, and some are wrapped in others. Before other hooks of the optimizer,
-    which may change something too.
+    It covers every optimizer, since a fit may exchange its optimizers, and some are wrapped in others. It runs before
+    other hooks of the optimizer, which may change something too.
 
     Args:
-        heartbeat: Called now and then while the training waits; see :func:`wait_with_heartbeat`.
+        heartbeat: Called once a second while the training waits; see :func:`wait_with_heartbeat`.
     """
 
     def __init__(self, heartbeat: Callable[[], None] = lambda: None) -> None:
@@ -516,20 +517,20 @@ class Fence:
         return None if self.pending is None else before_update(self.now, args, kwargs)
 
     def now(self) -> None:
-        """The fence itself; also for whatever else is about to change the state."""
+        """The fence itself; call it also before other code changes the state."""
         if self.pending is not None:
             self.pending.fence(self._heartbeat)
             self.pending = None
 
     def remove(self) -> None:
-        """Takes the hook off the optimizers."""
+        """Removes the hook from the optimizers."""
         self._hook.remove()
 
 
 def optimizer_tensors(
     optimizers: Iterable[Optimizer], parameters: Iterable[torch.Tensor] | None = None
 ) -> Iterator[torch.Tensor]:
-    """All tensors that optimizers keep between their steps; or only what they keep for some parameters."""
+    """The tensors that optimizers keep between their steps, for all parameters or only for ``parameters``."""
     chosen = None if parameters is None else {id(parameter) for parameter in parameters}
     for optimizer in optimizers:
         for key, state in optimizer.state.items():

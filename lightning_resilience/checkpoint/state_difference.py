@@ -1,7 +1,8 @@
-"""State that is mostly the same on all ranks: a rank sends rank 0 only what differs from rank 0's state.
+"""Reduces a rank's state to its differences from the state of rank 0, and rebuilds it from them.
 
-A rank that draws the random numbers of rank 0 sends a few hundred bytes instead of the 37 kB of its generators. Works
-on the packed form (:mod:`.safe_serialization`), which does not depend on how a pickle was made. Uses no collective.
+The states are mostly the same: a rank that draws the random numbers of rank 0 sends a few hundred bytes instead of the
+37 kB of its generators. This works on the packed form (:mod:`.safe_serialization`), which does not depend on how a
+pickle was made, and uses no collective.
 """
 
 from __future__ import annotations
@@ -18,20 +19,20 @@ from lightning_resilience.checkpoint.tensor_bytes import DTYPES
 
 Path: TypeAlias = "tuple[str, ...]"
 Pieces: TypeAlias = "dict[Path, bytes | torch.Tensor]"
-"""A packed state by the paths in it. A tensor is one that has no bytes of its own (sparse, say)."""
+"""A packed state, divided by the paths in it. A piece is bytes, or a tensor without plain bytes (such as sparse)."""
 
 _STATE, _TENSORS = "state", "tensors"
-_SMALL = 256  # bytes: what is not divided further, or compressed
-_LONG = 1 << 20  # bytes: what is not compressed, as it would take longer than to send it
+_SMALL = 256  # bytes; up to this size a piece is neither divided further nor compressed
+_LONG = 1 << 20  # bytes; from this size on a piece is not compressed: that would take longer than to send it
 _KEYS, _VALUE, _TENSOR, _COMPRESSED = b"k", b"v", b"t", b"z"
 
 
 def pieces(structure: Any, tensors: Sequence[torch.Tensor]) -> Pieces:
-    """Divides a state.
+    """Divides a state into pieces.
 
     Args:
         structure: As :func:`.safe_serialization.pack` returns it.
-        tensors: The same, in host memory. They are copied.
+        tensors: The tensors of the same call, in host memory. They are copied.
     """
     found: Pieces = dict(_divided(structure, (_STATE,)))
     found[(_TENSORS,)] = _VALUE + str(len(tensors)).encode()
@@ -40,29 +41,29 @@ def pieces(structure: Any, tensors: Sequence[torch.Tensor]) -> Pieces:
 
 
 def digests(of: Pieces) -> dict[Path, bytes]:
-    """What tells two states apart, piece by piece."""
+    """The digest of each piece of bytes, to compare two states."""
     return {
         path: hashlib.blake2b(piece, digest_size=16).digest() for path, piece in of.items() if isinstance(piece, bytes)
     }
 
 
 def differing(mine: Pieces, first: Mapping[Path, bytes]) -> Pieces:
-    """The pieces that a state does not share with another one, of which the digests are known."""
+    """The pieces of a state that differ from another state, given by its digests."""
     own, sent = digests(mine), dict[bytes, bytes]()
     different: Pieces = {}
     for path, piece in mine.items():
         if not isinstance(piece, bytes):
             different[path] = piece
         elif first.get(path) != own[path]:
-            # One object for what a rank has several times: then it is pickled once.
+            # Equal pieces become one object, which is pickled once.
             different[path] = sent.setdefault(own[path], _compressed(piece))
     return different
 
 
 def joined(first: Pieces, different: Pieces) -> tuple[Any, list[torch.Tensor]]:
-    """The state that differs from another one by some pieces, as :func:`.safe_serialization.pack` returns it.
+    """Rebuilds a state from another state and the pieces that differ, as :func:`.safe_serialization.pack` returns it.
 
-    What it shares with the other one are the same tensors.
+    States that are rebuilt from the same ``first`` share the tensors that do not differ.
     """
 
     def structure(path: Path) -> Any:
@@ -101,7 +102,7 @@ def _of_tensor(tensor: torch.Tensor) -> bytes | torch.Tensor:
         or tensor.is_neg()
         or tensor.device.type != "cpu"
     ):
-        return tensor.detach().clone()  # what the training changes until it is written
+        return tensor.detach().clone()  # the training may change the tensor before this is written
     head = _text([str(tensor.dtype).removeprefix("torch."), list(tensor.shape)])
     content = tensor.detach().reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
     return b"".join((_TENSOR, len(head).to_bytes(4, "little"), head, content))
@@ -111,7 +112,7 @@ def _tensor(different: Pieces, first: Pieces, path: Path) -> torch.Tensor:
     piece = different.get(path)
     if piece is None:
         piece = first[path]
-        if isinstance(piece, bytes):  # from here on it is the same for all that share it
+        if isinstance(piece, bytes):  # from here on all states that share it use the same tensor
             piece = first[path] = _made_tensor(piece)
     return piece if isinstance(piece, torch.Tensor) else _made_tensor(piece)
 

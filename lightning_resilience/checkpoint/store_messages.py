@@ -1,4 +1,4 @@
-"""Messages from rank to rank through the store that they share: a collective would give each of them to all ranks."""
+"""Sends messages from rank to rank through the store of the job; a collective would send each message to all ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lightning_resilience._daemon import in_daemon_thread
 log = logging.getLogger(__name__)
 
 _LAST_WORDS_S = 10.0
-"""How long a rank whose fit has failed waits for others, which may be gone."""
+"""How long a rank whose fit has failed waits for other ranks, which may be gone."""
 
 _AT_ONCE = 256  # keys in one request
 _LOOK_EVERY_S = 0.05
@@ -25,11 +25,11 @@ class StoreMessages:
     """The messages of one fit.
 
     Args:
-        connect: Makes a client of the store that nobody else uses, with a prefix of its own. Called when it is needed.
+        connect: Makes a client of the store for this object alone, with its own prefix. Called at the first use.
 
     Attributes:
-        works: Whether all messages could be sent so far, and have come that were waited for.
-        failing_since: When the fit failed, if it has.
+        works: Whether so far all messages could be sent and all awaited messages have arrived.
+        failing_since: When the fit failed, in seconds of ``time.monotonic()``; ``None`` if it has not.
     """
 
     def __init__(self, connect: Callable[[], Any]) -> None:
@@ -42,11 +42,11 @@ class StoreMessages:
         return self._connect()
 
     def hurry(self) -> None:
-        """The fit has failed: other ranks may be gone, and are not waited for much longer. For any thread."""
+        """Call it when the fit has failed: waits for other ranks, which may be gone, become short. For any thread."""
         self.failing_since = time.monotonic()
 
     def send(self, key: str, value: bytes) -> None:
-        """Sends a message without waiting for its reader, who is told nothing where the store has gone."""
+        """Sends a message without waiting for its reader. If the store is gone, the message is lost with a warning."""
         try:
             self._store.set(key, value)
         except (OSError, RuntimeError) as error:
@@ -54,26 +54,26 @@ class StoreMessages:
             log.warning("The store that the ranks share does not accept %s (%s).", key, error)
 
     def delete(self, key: str) -> None:
-        """Removes a message that everybody has read, if there is one."""
+        """Removes a message, if it exists; all its readers must have read it."""
         self._store.delete_key(key)
 
     def receive(self, keys: Sequence[str], patience_s: float, delete: bool = False) -> Receipt:
         """Begins to read messages.
 
         Args:
-            keys: Of these messages.
-            patience_s: How long to wait while none comes.
-            delete: Whether nobody else reads them.
+            keys: The keys of the messages.
+            patience_s: Longest time without a new message, in seconds.
+            delete: Whether to delete the messages afterwards, since no other rank reads them.
         """
         return Receipt(self, keys, patience_s, delete)
 
     def give_up(self) -> None:
-        """What was waited for has not come: the client in use may never be free again."""
+        """Call it when awaited messages have not arrived: drops the client, since its call may never return."""
         self.works = False
         self.__dict__.pop("_store", None)
 
     def read(self, keys: list[str], is_late: Callable[[], bool], delete: bool) -> list[bytes]:
-        """Waits for a few messages; none of them if they are late."""
+        """Waits for a few messages and returns them; returns no message if they are late."""
         store, pause_s = self._store, _FIRST_PAUSE_S
         while not store.check(keys):
             if is_late():
@@ -87,7 +87,7 @@ class StoreMessages:
 
 
 class Receipt:
-    """Messages that are being read, in a thread of its own: a call to a store whose host does not answer never ends."""
+    """Messages that a separate thread is reading, since a call to a store whose host does not answer never ends."""
 
     def __init__(self, messages: StoreMessages, keys: Sequence[str], patience_s: float, delete: bool) -> None:
         self._messages = messages
@@ -99,11 +99,11 @@ class Receipt:
         self._reading = in_daemon_thread(self._read, "store-messages")
 
     def wait(self) -> list[bytes]:
-        """The messages, by their keys.
+        """Waits for all messages and returns them in the order of their keys.
 
         Raises:
-            TimeoutError: If for too long none has come, or the store has not answered.
-            RuntimeError: If the store has gone.
+            TimeoutError: If no message has come for too long, or the store has not answered.
+            RuntimeError: If the store is gone.
         """
         while not futures.wait([self._reading], _LOOK_EVERY_S).done and not self._is_late():
             pass

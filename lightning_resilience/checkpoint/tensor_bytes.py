@@ -1,4 +1,4 @@
-"""How tensors lie in memory, for all code that copies, hashes, sends or stores their bytes. Torch only."""
+"""The memory layout of tensors, for all code that copies, hashes, sends or stores their bytes. Torch only."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import torch
 
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
-"""The types of this version of torch, by the names under which checkpoints have them."""
+"""The types of this version of torch, by the names that checkpoints use."""
 
 
 def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
-    """Whether the elements of a tensor fill one piece of memory without gaps, each once, in whichever order."""
+    """Whether the elements of a tensor fill one piece of memory without gaps or overlaps, in any order."""
     expected = 1
     for step, length in sorted(pair for pair in zip(stride, shape, strict=True) if pair[1] != 1):
         if step != expected:
@@ -21,12 +21,12 @@ def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements of a dense tensor in the order in which they lie in memory; a view."""
+    """The elements of a dense tensor in memory order; a view."""
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
 def as_words(elements: torch.Tensor, widest: int = 4) -> torch.Tensor:
-    """Contiguous elements as integers of ``widest`` bytes, or of fewer where that does not divide them; perhaps a view.
+    """Contiguous elements as integers of ``widest`` bytes, or fewer if that does not divide their size; perhaps a view.
 
     Args:
         elements: One dimension.
@@ -38,7 +38,7 @@ def as_words(elements: torch.Tensor, widest: int = 4) -> torch.Tensor:
 
 
 def host_bytes(memory: torch.Tensor) -> memoryview:
-    """The bytes of ``memory`` for what is no tensor operation; not a copy.
+    """The bytes of ``memory`` for use outside of torch; not a copy.
 
     Raises:
         ValueError: If it is not one contiguous dimension of ``uint8`` in host memory.

@@ -1,18 +1,18 @@
-"""The process groups of a generation: how a blocked collective of them is ended.
+"""Ends blocked collectives of the process groups of a generation after the loss of a rank.
 
-**gloo.** When a rank dies, gloo fails only on ranks that exchange data with it. The others wait for their neighbours
-until the timeout of the group, and neither ``abort`` nor ``shutdown`` of the group ends that. Shutting the group's
-sockets down does, on every rank at once and from any thread. Which sockets these are is known by comparison: those that
-appear while the group is opened, but for the ones that lead to its store.
+**gloo.** When a rank dies, gloo fails only on ranks that exchange data with it. Other ranks wait for their neighbors
+until the timeout of the group, and neither ``abort`` nor ``shutdown`` of the group ends that wait. Shutting the group's
+sockets down ends it, on every rank at once and from any thread. The group's sockets are found by comparison: they
+appear while the group is opened and do not lead to its store.
 
-But when a connection breaks, gloo does not end the wait for what it is just sending (``Pair::signalException`` passes
-over the unbound buffers in ``tx_``): in one of ten cuts of two ranks in a barrier one would wait until the timeout. So
-the sockets are shut down for reading only, and none is closed before all have left the group: what is sent meanwhile
-still goes into the buffers of the kernel. To a rank that was killed it does not: see
-:mod:`~lightning_resilience.elastic.stuck`.
+But when a connection breaks, gloo does not end the wait for data that it is just sending (``Pair::signalException``
+skips the unbound buffers in ``tx_``): in one of ten cuts of two ranks in a barrier one rank would wait until the
+timeout. So the sockets are shut down for reading only, and no socket is closed before all ranks have left the group:
+data sent meanwhile still goes into the buffers of the kernel. For data to a rank that was killed this does not work:
+see :mod:`~lightning_resilience.elastic.stuck`.
 
-**NCCL.** Nobody is told of a death: the device waits for its peers for ever, and the host for the device. To abort the
-communicators, from any thread, ends that, but raises nothing: the host goes on, with results that are arbitrary. The
+**NCCL.** NCCL reports no death: the device waits for its peers forever, and the host for the device. Aborting the
+communicators, from any thread, ends the wait but raises nothing: the host continues with arbitrary results. Only the
 next collective raises. So from the abort on nothing may be published (:meth:`DefaultGroup.check_not_aborted`).
 """
 
@@ -38,14 +38,14 @@ from lightning_resilience.run.deadlines import ABORTED_WITHIN_S
 _CONNECTS_WITHIN = timedelta(seconds=3)
 
 ABORTABLE = {"nccl"}
-"""Backends of which ``abort``, in any thread, ends what is blocked."""
+"""Backends whose ``abort``, called in any thread, ends blocked collectives."""
 
 
 class DefaultGroup:
-    """Knows the sockets of the default group, and of those made of its ranks, from the time of :meth:`install` on.
+    """Keeps track of the sockets of the default group and of groups made of its ranks, from :meth:`install` on.
 
     Attributes:
-        is_known: Whether the group that is open was opened since then.
+        is_known: Whether the open group was opened after :meth:`install`.
     """
 
     def __init__(self) -> None:
@@ -59,10 +59,10 @@ class DefaultGroup:
         self._problem: str | None = None
 
     def install(self, is_over: Callable[[], bool]) -> None:
-        """Takes part in ``torch.distributed.init_process_group``, which Lightning calls before any hook.
+        """Wraps ``torch.distributed.init_process_group``, which Lightning calls before any hook, and its helpers.
 
         Args:
-            is_over: Whether another rank is lost: then no group is opened.
+            is_over: Returns whether another rank is lost; then no group is opened.
         """
         self._is_over = is_over
         if self._is_installed:
@@ -83,7 +83,7 @@ class DefaultGroup:
             finally:
                 with self._lock:
                     self._before = None
-            self._check_not_over()  # the group was not known when it was cut
+            self._check_not_over()  # a cut during the opening did not cover the group yet
             return result
 
         dist.init_process_group = init_process_group
@@ -111,7 +111,7 @@ class DefaultGroup:
         creates = rendezvous._create_c10d_store
 
         def create_store(host: str, port: int, rank: int, world_size: int, timeout: timedelta, *rest: Any) -> Any:
-            # If the store is closed meanwhile, torch tries to connect until the timeout, and no socket is left to cut.
+            # If the store is closed meanwhile, torch retries until the timeout, and there is no socket to cut.
             until = time.monotonic() + timeout.total_seconds()
             while True:
                 self._check_not_over()
@@ -131,10 +131,10 @@ class DefaultGroup:
             raise PeerLost("another rank was lost while the process group was opened")
 
     def cut(self) -> str | None:
-        """Ends every collective that is blocked, and the opening of a group; for any thread.
+        """Ends every blocked collective and the opening of a group; for any thread.
 
         Returns:
-            Why it may still be blocked; ``None``: it is not.
+            Why collectives may still be blocked; ``None`` if they are not.
         """
         with self._lock:
             before = self._before
@@ -151,20 +151,20 @@ class DefaultGroup:
             return self._problem
 
     def _hold(self, sockets: Iterable[tuple[int, str]]) -> None:
-        for fd in self._held:  # of the group before, which all members of this one have left
+        for fd in self._held:  # of the previous group, which all members of this group have left
             os.close(fd)
         self._held = _held(sockets)
 
     def _abort(self, backends: list[Any]) -> None:
         if self._is_aborted:
             return
-        self._is_aborted = True  # before anybody is free to publish
+        self._is_aborted = True  # set first: the abort frees the main thread, which must not publish then
 
         def abort() -> None:
             for backend in backends:
                 backend.abort()
 
-        try:  # not in this thread: NCCL's own deadline is that of a collective, and it does not keep it
+        try:  # in another thread: NCCL allows an abort as much time as a collective, and exceeds even that
             in_daemon_thread(abort, "aborts-collectives").result(ABORTED_WITHIN_S)
         except NoAnswer:
             self._problem = f"the abort of its collectives has not ended within {ABORTED_WITHIN_S:g} s"
@@ -173,19 +173,19 @@ class DefaultGroup:
 
     @property
     def may_forget(self) -> bool:
-        """Whether a wait in the group that is open may not end although it was cut: gloo's."""
+        """Whether a wait in the open group may continue after a cut, as with gloo."""
         return bool(self._held)
 
     def check_not_aborted(self) -> None:
-        """Raises :class:`PeerLost` if collectives were aborted: what the device computes since then is arbitrary."""
+        """Raises :class:`PeerLost` if collectives were aborted: since then the device computes arbitrary results."""
         if self._is_aborted:
             raise PeerLost("another rank was lost, and the collectives were aborted")
 
     def why_not(self, groups: Iterable[Any] = ()) -> str | None:
-        """Why this rank could not go on without those that are lost, as far as groups decide that.
+        """Why the process groups would keep this rank from continuing after the loss of other ranks, or ``None``.
 
         Args:
-            groups: Those that are made anew when the fit is entered again.
+            groups: The groups that are made anew when the fit is entered again.
         """
         if not self._is_installed:
             return "lightning-resilience is not installed but only on the path, so no Trainer() loads its callbacks"
@@ -207,28 +207,28 @@ class DefaultGroup:
         self.is_known = False
         if dist.is_initialized():
             dist.destroy_process_group()
-        # Groups are known by their number, and one that could not be opened has been counted.
+        # torch names groups by a count, which includes groups that could not be opened.
         dist.distributed_c10d._world.group_count = 0
 
 
 DEFAULT = DefaultGroup()
-"""That of this process."""
+"""The object for the default group of this process."""
 
 
 def _backends() -> dict[str, Any]:
-    """The backends of the default group, by name: one for all devices, or one for each; none before it is open."""
+    """The backends of the default group by name: one for all devices, or one for each; empty before it is open."""
     found = dict[str, Any]()
-    if (group := dist.group.WORLD) is None:  # asked once: another thread may close it meanwhile
+    if (group := dist.group.WORLD) is None:  # read once: another thread may close the group meanwhile
         return found
     for device in group._device_types:
-        with suppress(RuntimeError):  # none for it
+        with suppress(RuntimeError):  # this device has no backend
             backend = group._get_backend(device)
             found[backend.name()] = backend
     return found
 
 
 def _sockets() -> set[tuple[int, str]]:
-    """The sockets of this process: descriptors, and the kernel's names for what is behind them."""
+    """The sockets of this process: descriptors, with the kernel's names of the sockets."""
     found = set()
     for fd in os.listdir("/proc/self/fd"):
         with suppress(OSError):
@@ -238,11 +238,11 @@ def _sockets() -> set[tuple[int, str]]:
 
 
 def _held(sockets: Iterable[tuple[int, str]]) -> list[int]:
-    """Descriptors of our own of those that lead to other ranks, not to the store. gloo closes its own at any time."""
+    """Duplicates the descriptors of sockets to other ranks, not to the store. gloo may close its own at any time."""
     found, store = [], int(os.environ.get("MASTER_PORT", "0"))
     for fd, name in sockets:
         with suppress(OSError):
-            own = socket.socket(fileno=os.dup(fd))  # not by `socket.dup`, which sets the mode of both
+            own = socket.socket(fileno=os.dup(fd))  # not `socket.dup`, which changes the mode of both descriptors
             with own, suppress(OSError):
                 is_network = own.family in (socket.AF_INET, socket.AF_INET6)
                 if is_network and own.getpeername()[1] != store and os.readlink(f"/proc/self/fd/{fd}") == name:

@@ -1,8 +1,8 @@
-"""Settings of torch's NCCL in the ranks of ``launch --elastic``, so that they outlive a collective that fails.
+"""Environment variables for NCCL in the ranks of ``launch --elastic``, so that they survive a failed collective.
 
-By default it ends a process in which a collective has failed or timed out, since what the device computes from then on
-is arbitrary. Here the process is to stay: it leaves its fit, and everything is restored from a checkpoint. What is in
-the environment already is not changed; :func:`why_not` says if that would end the survivors of a loss.
+By default torch ends a process in which an NCCL collective has failed or timed out, since the device computes arbitrary
+results from then on. Here the process must survive: it leaves its fit, and everything is restored from a checkpoint.
+Variables that are already set are not changed; :func:`why_not` reports whether they would end the survivors of a loss.
 
 Imports neither torch nor Lightning.
 """
@@ -14,29 +14,29 @@ from collections.abc import Mapping
 _HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
 ENVIRONMENT = {
-    # NCCL's watchdog leaves a failed collective alone, but for its message. Hangs are found by ours.
+    # torch's NCCL watchdog only logs a failed collective. Our own watchdog finds hangs.
     _HANDLING: "0",
-    # An error of the device does not end the process in that thread: the main thread raises it, with its place.
+    # A device error does not end the process in NCCL's watchdog thread: the main thread raises it, with its place.
     "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
-    # The monitor of that watchdog would end the process where an abort takes long.
+    # The monitor of NCCL's watchdog would end the process if an abort takes long.
     "TORCH_NCCL_ENABLE_MONITORING": "0",
-    # It would ask each second a store that is closed, and sleep for minutes before it ends, which the group waits for.
+    # It would query a closed store each second, and sleep for minutes before it ends; the group waits for its end.
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
-    # The watchdog sleeps four times as long after a failure, and the group waits for its end.
+    # After a failure the watchdog sleeps four times this long, and the group waits for its end.
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "100",
     # Communicators with NVLink SHARP cannot be aborted safely (known issue of NVRx's in-process restart).
     "NCCL_NVLS_ENABLE": "0",
 }
-"""Environment variables of the ranks, where they are not set."""
+"""Environment variables of the ranks, for those that are not set already."""
 
 
 def why_not(environment: Mapping[str, str]) -> str | None:
-    """Why NCCL would end this process when another rank is lost; ``None``: it would not.
+    """Why torch would end this process when another rank is lost; ``None`` if it would not.
 
     Args:
         environment: Environment variables of the process.
     """
-    # The second is the older name, which torch still reads.
+    # The second name is the older one, which torch still reads.
     handling = environment.get(_HANDLING, environment.get("NCCL_ASYNC_ERROR_HANDLING"))
     if handling != "0":
         found = "not set" if handling is None else handling

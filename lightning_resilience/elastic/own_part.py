@@ -1,17 +1,17 @@
-"""What only one rank knows of the training state, kept in node memory, where it survives the rank's process.
+"""Copies the training state that only this rank has to node memory, where it survives the rank's process.
 
 Ranks of data-parallel training share parameters and optimizer state, but each draws its own random numbers, has its own
-running statistics, and accumulates its own metrics. When a rank was killed, the state of the last boundary can be put
-together from these and the state of a survivor. So each rank copies the random states of torch, NumPy and Python,
-numbers, and small tensors into one of four *slots* of a mapped file, at each boundary. That takes some microseconds,
-because the states are copied as they lie in memory.
+running statistics, and accumulates its own metrics. After a rank was killed, the state of the last boundary can be
+rebuilt from this own part and the state of a survivor. So at each boundary each rank copies the random states of torch,
+NumPy and Python, numbers, and small tensors into one of four *slots* of a mapped file. That takes some microseconds,
+because the states are copied in their memory layout.
 
 ```
 header (64 bytes) | 4 slots: digest (16 bytes), fixed fields, random states, numbers, tensors
 ```
 
-The digest is that of all the rest of a slot, and is written last. A process that is killed within a write leaves a slot
-whose digest differs; the three others are whole. Nothing is pickled, and only this user may read the file.
+The digest covers the rest of its slot and is written last. A process that is killed within a write leaves a slot whose
+digest differs; the other three slots are intact. Nothing is pickled, and only this user may read the file.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ _HEADER = struct.Struct("<12sIII16s24x")  # magic, format, size of torch's state
 _FIELDS = struct.Struct("<QqQdIB3x")  # sequence, position, layout, Python's gauss, bytes of content, has gauss
 _SLOTS = 4
 _DIGEST_SIZE = 16
-_WORDS = 624  # of a Mersenne twister, and its position
+_WORDS = 624  # state words of a Mersenne twister; its position follows them
 _TWISTER_SIZE = 4 * _WORDS + 4
 _TWISTER = struct.Struct(f"<{_WORDS + 1}I")
-_GAUSS = struct.Struct("<i4xd")  # NumPy's second normal number, and whether there is one
+_GAUSS = struct.Struct("<i4xd")  # whether NumPy has a second normal number, and that number
 _MOST_CONTENT = 1 << 24
 
-_PYTHON = _DIGEST_SIZE + _FIELDS.size  # where parts begin in a slot; multiples of 8
+_PYTHON = _DIGEST_SIZE + _FIELDS.size  # offsets of the parts of a slot; multiples of 8
 _NUMPY = _PYTHON + _TWISTER_SIZE + 4
 _NUMPY_GAUSS = _NUMPY + _TWISTER_SIZE + 4
 _TORCH = _NUMPY_GAUSS + _GAUSS.size
 
 
 class ForeignFile(ValueError):
-    """The file is not what a rank of this run has written."""
+    """The file was not written by a rank of this start of the fit, or is damaged."""
 
 
 @dataclass(frozen=True)
@@ -59,13 +59,13 @@ class OwnPart:
     """The own part of a rank at one boundary.
 
     Args:
-        sequence: Grows with each write.
-        position: Of the boundary.
-        layout: Of the content; as given to :meth:`OwnPartWriter.put`.
+        sequence: Number of the write; grows with each write.
+        position: Position of the boundary.
+        layout: Layout of the content, as given to :meth:`OwnPartWriter.put`.
         content: Numbers and tensors, one after the other; see :meth:`values`.
         python_state: Python's random state, as ``random.setstate`` takes it.
-        numpy_state: NumPy's, as ``numpy.random.set_state`` takes it.
-        torch_state: torch's, on the CPU.
+        numpy_state: NumPy's random state, as ``numpy.random.set_state`` takes it.
+        torch_state: torch's random state on the CPU.
     """
 
     sequence: int
@@ -77,7 +77,7 @@ class OwnPart:
     torch_state: torch.Tensor
 
     def restore_random_state(self) -> None:
-        """Puts the random states into this process."""
+        """Sets the random states of this process."""
         random.setstate(self.python_state)
         np.random.set_state(self.numpy_state)
         torch.set_rng_state(self.torch_state)
@@ -87,10 +87,10 @@ class OwnPart:
 
         Args:
             numbers: How many numbers there are.
-            like: Tensors of the shapes and types of those that were given.
+            like: Tensors with the shapes and types of the written ones.
 
         Raises:
-            ValueError: If the content is not of that size.
+            ValueError: If the content has another size.
         """
         found, at = list(struct.unpack_from(f"<{numbers}d", self.content)), 8 * numbers
         tensors = []
@@ -110,24 +110,24 @@ def path_of(folder: Path, rank: int) -> Path:
     """The file of a rank.
 
     Args:
-        folder: In node memory; only this user may enter it.
+        folder: Folder in node memory that only this user may enter.
         rank: Global rank.
     """
     return folder / f"rank-{rank:05d}.own"
 
 
 class OwnPartWriter:
-    """The rank's side. Only its main thread writes.
+    """Writes the own part of a rank. Only the main thread of the rank writes.
 
     Args:
-        path: See :func:`path_of`.
-        token: Known to all ranks of this start of the fit; what was written with another one is overwritten.
-        content: How many bytes of numbers and tensors there can be.
+        path: See :func:`path_of`. An existing file is replaced.
+        token: Token that all ranks of this start of the fit know; readers refuse a file with another one.
+        content: Most bytes of numbers and tensors.
         given: The random states to write; by default those of this process.
 
     Raises:
         OSError: If node memory is full or cannot be written.
-        NotImplementedError: If this Python or NumPy keeps its random state elsewhere than known.
+        NotImplementedError: If this Python or NumPy keeps its random state at an unknown place in memory.
     """
 
     def __init__(self, path: Path, token: str, content: int, given: GivenState | None = None) -> None:
@@ -141,7 +141,7 @@ class OwnPartWriter:
         path.unlink(missing_ok=True)
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
-            os.posix_fallocate(fd, 0, size)  # where memory is full this fails here, and not by SIGBUS in a step
+            os.posix_fallocate(fd, 0, size)  # if memory is full, this fails here instead of by SIGBUS in a step
             self._memory = mmap.mmap(fd, size)
         finally:
             os.close(fd)
@@ -163,16 +163,16 @@ class OwnPartWriter:
         self._packers: dict[int, struct.Struct] = {}
 
     def put(self, position: int, layout: int, numbers: Sequence[float], tensors: Sequence[torch.Tensor] = ()) -> None:
-        """Writes the random states of now.
+        """Writes the present random states, numbers and tensors into the next slot.
 
         Args:
-            position: Of the boundary.
-            layout: Tells what the numbers and the tensors are.
-            numbers: Exact as float64.
-            tensors: On the host, without gaps.
+            position: Position of the boundary.
+            layout: Identifies what the numbers and the tensors mean.
+            numbers: Numbers that float64 represents exactly.
+            tensors: Tensors on the host, without gaps.
 
         Raises:
-            ValueError: If there is no room for them.
+            ValueError: If there is no room for numbers and tensors.
             NotImplementedError: If NumPy's generator was replaced.
         """
         if os.getpid() != self._pid:
@@ -189,7 +189,7 @@ class OwnPartWriter:
         gauss = sources.gauss_next()
         fields = (sequence, position, layout, gauss or 0.0, size, gauss is not None)
         _FIELDS.pack_into(memory, offset + _DIGEST_SIZE, *fields)
-        python, numpy, numpy_gauss = self._views[sequence % _SLOTS]  # a third of what memmove takes
+        python, numpy, numpy_gauss = self._views[sequence % _SLOTS]  # takes a third of the time of memmove
         python[:], numpy[:], numpy_gauss[:] = sources.python, sources.numpy, sources.numpy_gauss
         state = sources.torch_state()
         memmove(address + _TORCH, state.data_ptr(), self._torch_size)
@@ -205,7 +205,7 @@ class OwnPartWriter:
         self._bytes[offset : offset + _DIGEST_SIZE] = digest
 
     def close(self) -> None:
-        """Lets go of the memory; the file stays."""
+        """Unmaps the file, which stays."""
         for view in (*(view for views in self._views for view in views), self._bytes):
             view.release()
         self._anchor = None
@@ -213,15 +213,15 @@ class OwnPartWriter:
 
 
 def read_own_parts(path: Path, token: str) -> list[OwnPart]:
-    """What a rank has written last, the newest first; a slot in whose midst the rank was killed is left out.
+    """The last own parts that a rank has written, newest first; a slot that is not completely written is left out.
 
     Args:
         path: See :func:`path_of`.
         token: As given to :class:`OwnPartWriter`.
 
     Raises:
-        ForeignFile: If it is not a file of this user's, of this start of the fit, or is damaged.
-        OSError: If it is not there, or cannot be read.
+        ForeignFile: If the file is not private to this user, is of another start of the fit, or is damaged.
+        OSError: If the file does not exist, or cannot be read.
     """
     fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
     with open(fd, "rb", buffering=0) as file:
@@ -245,7 +245,7 @@ def read_own_parts(path: Path, token: str) -> list[OwnPart]:
 
 
 def _parse(slot: bytes, torch_size: int, room: int) -> OwnPart | None:
-    """A slot, or ``None`` if it is not whole."""
+    """The own part in a slot, or ``None`` if the slot is empty or incomplete."""
     sequence, position, layout, gauss, size, has_gauss = _FIELDS.unpack_from(slot, _DIGEST_SIZE)
     if not sequence or size > room:
         return None
@@ -283,11 +283,11 @@ def _slot_size(torch_size: int, content: int) -> int:
 
 
 class GivenState:
-    """A random state that is not this process's, for :class:`OwnPartWriter`: that of a rank whose place it takes.
+    """A given random state for :class:`OwnPartWriter`: of a rank whose place this process takes.
 
     Attributes:
-        python: Python's words and their position, in the order in which it has them.
-        numpy: NumPy's.
+        python: Python's position and words, in their memory layout.
+        numpy: NumPy's words and position, in their memory layout.
         numpy_gauss: NumPy's second normal number.
     """
 
@@ -298,10 +298,10 @@ class GivenState:
         self._torch = torch.default_generator.get_state()
 
     def set(self, state: Mapping[str, Any]) -> None:
-        """What is written next is ``state``, as :func:`.get_random_state` gives it.
+        """Sets the state to write next, as :func:`.get_random_state` returns it.
 
         Raises:
-            ValueError: If torch's state has another size than that of this process.
+            ValueError: If torch's state has another size than in this process.
         """
         _, (*words, index), self._gauss = state["python"]
         self.python = _TWISTER.pack(index, *words)
@@ -313,28 +313,28 @@ class GivenState:
         self._torch = state["torch"]
 
     def check(self) -> None:
-        """Nothing can have been replaced."""
+        """Does nothing, since no generator of this process is used."""
 
     def gauss_next(self) -> float | None:
         """Python's second normal number."""
         return self._gauss
 
     def torch_state(self) -> torch.Tensor:
-        """That of torch, on the CPU."""
+        """The random state of torch on the CPU."""
         return self._torch
 
 
 class _Sources:
-    """Where Python and NumPy have the state of their global generators in memory.
+    """Views of the memory in which Python and NumPy keep the state of their global generators.
 
-    Reading it through their functions takes 100 µs, since these make objects of the 624 words. The places are looked
-    for in generators of our own, whose state is known, and not taken for granted.
+    Reading the state through their functions takes 100 µs, since these make objects of the 624 words. The places in
+    memory are not assumed: they are searched in generators made here, whose state is known.
 
     Attributes:
-        python: Python's words and their position.
-        numpy: NumPy's.
+        python: Python's position and words.
+        numpy: NumPy's words and position.
         numpy_gauss: NumPy's second normal number.
-        torch_state: Gives torch's, on the CPU.
+        torch_state: Returns torch's random state on the CPU.
     """
 
     def __init__(self) -> None:
@@ -362,7 +362,7 @@ def _memory_at(address: int, size: int) -> memoryview:
 
 
 def _place_in_python() -> int:
-    """Where a ``random.Random`` has its position and its words."""
+    """Offset of position and words in a ``random.Random`` object."""
     probe = random.Random(7)
     probe.random()
     words = probe.getstate()[1]
@@ -373,7 +373,7 @@ def _place_in_python() -> int:
 
 
 def _address_of(bit_generator: Any) -> int:
-    """Where a Mersenne twister of NumPy has its words and its position."""
+    """Address of words and position of a NumPy Mersenne twister."""
     if type(bit_generator) is not np.random.MT19937:
         raise NotImplementedError(f"NumPy's global bit generator is a {type(bit_generator).__name__}")
     given: Any = bit_generator.ctypes.state_address
@@ -386,7 +386,7 @@ def _address_of(bit_generator: Any) -> int:
 
 
 def _place_of_gauss() -> int:
-    """Where a ``numpy.random.RandomState`` has its second normal number, behind whether there is one."""
+    """Offset, in a ``numpy.random.RandomState`` object, of the flag that is followed by the second normal number."""
     probe: Any = np.random.RandomState(7)
     name, key, position, *_ = probe.get_state(legacy=True)
     place = -1

@@ -1,9 +1,9 @@
-"""Rows that rank 0's loggers have not written to their files yet, kept in node memory to survive the process.
+"""Copies rows that the loggers of rank 0 have not written yet to node memory, where they survive the process.
 
-Whoever gives rows to a logger itself, a callback of the script's or Lightning's ``LearningRateMonitor``, leaves them in
-the memory of the process until the logger writes them: up to 100 steps, or two minutes. So each row that is still there
-at a boundary is appended to a file: a line of JSON, with the number of its log and its own number in that log. How
-many rows there are at a boundary is in the :mod:`own part <.own_part>` of the rank: lines after these do not count.
+When a callback gives rows to a logger directly (a callback of the script, or Lightning's ``LearningRateMonitor``), the
+rows stay in the memory of the process until the logger writes them: up to 100 steps, or two minutes. So each row that
+is unwritten at a boundary is appended to a file as a line of JSON, with the number of its log and its own number in
+that log. The :mod:`own part <.own_part>` of the rank has the number of rows at the boundary; later lines do not count.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ _MOST_BYTES = 1 << 24
 
 
 class RowsWriter:
-    """The side of rank 0.
+    """Writes the file, on rank 0.
 
     Args:
-        path: In a folder of node memory that only this user may enter.
-        token: Known to all ranks of this start of the fit.
-        names: Of the logs.
+        path: The file, in a folder of node memory that only this user may enter. An existing file is replaced.
+        token: Token that all ranks of this start of the fit know.
+        names: Names of the logs.
 
     Raises:
         OSError: If node memory is full or cannot be written.
@@ -42,11 +42,11 @@ class RowsWriter:
         """Adds rows.
 
         Args:
-            rows: For each the number of its log, its own number, and what it holds; can be made JSON.
-            are_all_written: Whether the loggers have written all rows: those of long ago are removed.
+            rows: For each row the number of its log, its own number, and its content, JSON-serializable.
+            are_all_written: Whether the loggers have written all rows; then a file of more than 64 KiB is emptied.
 
         Raises:
-            OSError: If there are too many, or node memory is full.
+            OSError: If the file would exceed 16 MiB, or node memory is full.
         """
         if rows:
             self._append("\n".join(map(json.dumps, rows)))
@@ -68,17 +68,17 @@ class RowsWriter:
 
 
 def read_rows(path: Path, token: str) -> tuple[list[str], dict[tuple[int, int], Any]]:
-    """The names of the logs, and the rows by log and number: of rows of the same number the last.
+    """The names of the logs, and the rows by log and number; of rows with the same number, the last one.
 
     Args:
         path: As given to :class:`RowsWriter`.
-        token: The same.
+        token: As given to :class:`RowsWriter`.
 
     Raises:
-        ValueError: If it is not of this start of the fit, or is damaged.
-        OSError: If it is not there, or cannot be read.
+        ValueError: If the file is of another start of the fit, or is damaged.
+        OSError: If the file does not exist, or cannot be read.
     """
-    first, *lines = path.read_bytes().split(b"\n")[:-1]  # behind the last one is what a kill has cut off
+    first, *lines = path.read_bytes().split(b"\n")[:-1]  # after the last newline may be a line cut off by a kill
     begin = json.loads(first)
     if begin["token"] != token:
         raise ValueError(f"{path} is of another start of the fit")

@@ -1,8 +1,8 @@
-"""Whether the main thread waits in torch for something that never comes: gloo forgets to end some waits.
+"""Detects that the main thread waits forever in torch after a cut: gloo does not end some waits.
 
-A rank that is killed just when another one begins to send to it leaves that one waiting until the timeout of the group
-(see :mod:`~lightning_resilience.elastic.group`). Nothing in its process can end that wait, so the process has to end:
-then it is replaced like a rank that was lost.
+If a rank is killed just when another rank begins to send to it, the sender waits until the timeout of the group (see
+:mod:`~lightning_resilience.elastic.group`). Nothing in the sender's process can end that wait, so the process must end:
+then it is replaced like a lost rank.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from lightning_resilience.run import deadlines
 
 _POLL_S = 0.1
 _IDLE_SHARE = 0.2
-"""Of a core: a process that computes uses more, or would if other processes left it one."""
+"""Share of a core: a computing process uses more, or would use more if other processes left it a core."""
 
 _TORCH = os.path.dirname(torch.__file__)
 _BACKWARD = tuple(os.path.join(_TORCH, *place) + os.sep for place in (("autograd",), ("nn", "parallel")))
@@ -32,11 +32,11 @@ def waits_for_ever(has_left: Callable[[], bool]) -> bool:
     """Watches the main thread after its group was cut; for another thread.
 
     Args:
-        has_left: Whether it has left the group.
+        has_left: Returns whether the main thread has left the group.
 
     Returns:
-        Whether it has stood still in a collective or a backward pass for as long as :mod:`~.deadlines` allows, and the
-        process has computed nothing meanwhile; false as soon as it has left.
+        ``True`` when the main thread has stood still in a collective or a backward pass for the time that
+        :mod:`~.deadlines` allows, while the process computed nothing; ``False`` as soon as it has left the group.
     """
     since, used, place = time.monotonic(), _computed_s(), _place()
     while not has_left():
@@ -50,7 +50,7 @@ def waits_for_ever(has_left: Callable[[], bool]) -> bool:
 
 
 def _computed_s() -> float:
-    """Seconds of CPU that this process has used, and those that its main thread has waited for a core."""
+    """Seconds of CPU time of this process, plus the seconds that its main thread has waited for a core."""
     try:
         waited_ns = int(Path("/proc/self/schedstat").read_text().split()[1])
     except (OSError, IndexError, ValueError):  # a kernel that does not count them
@@ -59,12 +59,12 @@ def _computed_s() -> float:
 
 
 class _Place(NamedTuple):
-    """Where a thread is in Python.
+    """The position of a thread in Python code.
 
     Attributes:
-        frame: Of which call.
-        instruction: At which of its instructions.
-        may_take_s: How long it may stand still there.
+        frame: Id of the frame.
+        instruction: Index of the instruction.
+        may_take_s: How many seconds it may stand still there.
     """
 
     frame: int
@@ -73,7 +73,7 @@ class _Place(NamedTuple):
 
 
 def _place() -> _Place | None:
-    """Where the main thread is, if it is inside of torch's own communication or backward pass."""
+    """The position of the main thread, if it is in torch's own communication or backward pass; otherwise ``None``."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     if frame is None:
         return None

@@ -1,1 +1,1 @@
-"""A run: its directory and its records."""
+"""A run: its directory, its records, and what they show."""

@@ -1,4 +1,4 @@
-"""What to change in a run, each with what it would have gained by a replay of the run. No torch, no Lightning."""
+"""Advises what to change in a run, each with its gain according to a replay of the run. No torch, no Lightning."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lightning_resilience.run.what_if import changed
 
 MOST = 5
 LEAST_SHARE = 0.005
-"""Of the run's time: what gains less is not advised."""
+"""Share of the run's time: a change that gains less is not advised."""
 
 _DRAWS = 12
 _INTERVALS = 12
@@ -44,10 +44,10 @@ class Advice:
     Attributes:
         text: What to do, and why.
         saved_s: Seconds that every rank would have saved.
-        share: The same as a share of all time.
+        share: ``saved_s`` as a share of all time.
         goodput: By how much the goodput would have been higher.
-        what_if: The same for ``report --what-if``; ``None``: it is no setting of that.
-        is_bound: Whether it is what could be gained at most.
+        what_if: The change as a setting of ``report --what-if``; ``None`` if there is no such setting.
+        is_bound: Whether the gain is an upper bound.
     """
 
     text: str
@@ -59,10 +59,10 @@ class Advice:
 
 
 def advice(figures: RunFigures | None, events: Sequence[Event], found: Goodput) -> list[Advice]:
-    """What to change in a run, that which gains most first.
+    """What to change in a run, the largest gain first.
 
     Args:
-        figures: Of the run; ``None``: it has done no step.
+        figures: Figures of the run; ``None`` if it has done no step.
         events: Its ledger.
         found: The account of its time.
     """
@@ -88,7 +88,7 @@ def _times(number: int) -> str:
 
 
 def _interval(figures: RunFigures, _: Replayed) -> Iterator[Advice]:
-    """The interval of saves that is best for interruptions as frequent as the run's, at any time."""
+    """The best interval of saves for random interruptions that are as frequent as the run's."""
     saves, mtbf_s = figures.saves, figures.recorded_mtbf_s
     if saves is None or mtbf_s is None:
         return
@@ -123,7 +123,7 @@ def _saving_every(figures: RunFigures, every_s: float) -> RunFigures:
 
 
 def _round(seconds: float) -> float:
-    """A number that somebody would choose."""
+    """``seconds`` rounded to two digits, as a user would choose it."""
     digits = 1 - math.floor(math.log10(seconds))
     return round(seconds, digits) if digits > 0 else float(round(seconds, digits))
 
@@ -142,7 +142,7 @@ def _local(figures: RunFigures, recorded: Replayed) -> Iterator[Advice]:
 
 
 def _grace(figures: RunFigures, recorded: Replayed) -> Iterator[Advice]:
-    """Preempted, and the state was not saved in time."""
+    """More time for preemptions, if the state was not saved in time."""
     preempted = (each for each in figures.interruptions if each.cause == "preempted")
     late = [each for each in preempted if not each.is_orderly and not each.is_damaged]
     if late and figures.saves is not None:
@@ -169,7 +169,7 @@ def _spares(figures: RunFigures, recorded: Replayed) -> Iterator[Advice]:
 
 
 def _hangs(figures: RunFigures, recorded: Replayed) -> Iterator[Advice]:
-    """A hang was found late, for what the slowest healthy step takes: the first of a process."""
+    """A lower hang limit, if it was much longer than the slowest healthy step (the first step of a process)."""
     limits = [each.limit_s for each in figures.interruptions if each.limit_s]
     firsts_s = [each.seconds.get("first_step", 0.0) for each in figures.strikes]
     slowest_s = max(figures.step_s, figures.once.get("first_step", 0.0), *firsts_s, 0.0)
@@ -185,7 +185,7 @@ def _hangs(figures: RunFigures, recorded: Replayed) -> Iterator[Advice]:
 
 
 def _starts(figures: RunFigures, recorded: Replayed) -> Iterator[Advice]:
-    """The part of a restart that takes longest of those about which something can be done."""
+    """The longest part of a restart that the user can shorten."""
     if not figures.interruptions:
         return
     of_all = {
@@ -203,7 +203,7 @@ def _starts(figures: RunFigures, recorded: Replayed) -> Iterator[Advice]:
 
 
 def _after_giving_up(events: Iterable[Event], found: Goodput) -> Iterator[Advice]:
-    """Time in which nobody had started the run again after its budget was spent."""
+    """A larger budget, if nobody started the run again for a while after its budget was spent."""
     spent, idle_s, times = None, 0.0, 0
     for event in events:
         if isinstance(event, GiveUp):
@@ -220,7 +220,7 @@ def _after_giving_up(events: Iterable[Event], found: Goodput) -> Iterator[Advice
 
 
 def _stragglers(events: Iterable[Event], found: Goodput) -> Iterator[Advice]:
-    """All ranks are as slow as the slowest, from the first report that names one to the last."""
+    """Slow devices: from the first report to the last, all ranks are taken to be as slow as the slowest rank."""
     reports = [event for event in events if isinstance(event, Stragglers)]
     worst = [
         min(scores) for event in reports if (scores := [float(each) for each in _SCORE.findall(event.reason or "")])

@@ -1,14 +1,14 @@
-"""What can happen to a run: the schema of its ledger. No torch, no Lightning.
+"""The events of a run: the schema of its ledger. No torch, no Lightning.
 
 Each class is one kind of event. Its fields have the same names on disk:
 ``{"event": "saved", "time": ..., "rank": ..., "node": ..., "step": ...}``. A field without a default is always
-written, ``null`` where its value is unknown. A field with the default ``None`` is written only where it has a value,
-or where :meth:`Event.nullable` names it.
+written, ``null`` if its value is unknown. A field with the default ``None`` is written only if it has a value, or if
+:meth:`Event.nullable` names it.
 
 **Compatibility.** Any field may be ``None`` when read, since an older version may not have written it. Fields that this
-version does not know are in :attr:`Event.extra`. An event of an unknown kind, one in which a known field has a value of
-another type, and one of a later :data:`SCHEMA_VERSION` is read as :class:`Unknown`: kept, but not interpreted. New
-kinds and fields keep the version; another meaning of an existing field needs a new one.
+version does not know are in :attr:`Event.extra`. An event is read as :class:`Unknown` (kept, but not interpreted) if
+its kind is unknown, if a known field has a value of another type, or if it has a later :data:`SCHEMA_VERSION`. New
+kinds and fields keep the version; a new meaning of an existing field needs a new version.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ else:
 
 
 SCHEMA_VERSION = 1
-"""Version of the schema. A line of a later one names it in its field ``schema``; a line without it is of the first."""
+"""Version of the schema. A line of a later version names it in its field ``schema``; a line without it is version 1."""
 
 LAST_TIME = datetime(9999, 1, 1).timestamp()
-"""Later times are not read."""
+"""The latest valid time of an event; later times are not read."""
 
 EVENTS: dict[str, type[Event]] = {}
 """The kinds of events by their names on disk."""
@@ -67,7 +67,7 @@ class _Fields:
 
 
 class Event(_Fields):
-    """What all events have; the ledger fills it in.
+    """The base class of all events, with their common fields, which the ledger fills in.
 
     Attributes:
         time: When it was recorded, in seconds since the epoch, by the writer's clock.
@@ -83,7 +83,7 @@ class Event(_Fields):
 
     kind_name: ClassVar[str] = ""
     own_fields: ClassVar[dict[str, bool]] = {}
-    """The fields that this kind of event adds to the common ones, and whether they are always written."""
+    """The fields that this kind of event adds to the common fields, and whether each is always written."""
 
     def __init_subclass__(cls, name: str = "") -> None:
         cls.kind_name = name
@@ -91,7 +91,7 @@ class Event(_Fields):
         if name:
             EVENTS[name] = cls
 
-    # No dataclasses: they would generate code for each of the 40 classes, which every process of a launch imports
+    # Not dataclasses: these would generate code for each of the 40 classes, which every process of a launch imports
     # before torch.
     def __init__(self, **values: Any) -> None:
         known = _COMMON | self.own_fields
@@ -99,7 +99,7 @@ class Event(_Fields):
         if missing or not values.keys() <= known.keys():
             raise TypeError(f"{type(self).__name__} has the fields {', '.join(known)}, not {', '.join(values)}")
         vars(self).update({name: values[name] if name in values else getattr(type(self), name) for name in known})
-        self.extra = values.get("extra", {})  # its own, which can be pickled
+        self.extra = values.get("extra", {})  # a dict of its own: the class's default cannot be pickled
 
     def __eq__(self, other: object) -> bool:
         return type(self) is type(other) and vars(self) == vars(other)
@@ -116,11 +116,11 @@ class Event(_Fields):
         return self.kind_name
 
     def nullable(self) -> tuple[str, ...]:
-        """The fields with a default that this event has as ``null`` where they are unknown."""
+        """The fields with a default that this event writes as ``null`` if they are unknown."""
         return ()
 
     def fields(self) -> dict[str, Any]:
-        """What this kind of event adds to the common fields, as it is written."""
+        """The fields that this event adds to the common fields, as they are written."""
         nullable = self.nullable()
         values = {name: getattr(self, name) for name in self.own_fields}
         written = {
@@ -131,12 +131,12 @@ class Event(_Fields):
         return written | dict(self.extra)
 
     def to_json(self) -> dict[str, Any]:
-        """The event as it is on disk."""
+        """The event in its form on disk."""
         return {"event": self.name, "time": self.time, "rank": self.rank, "node": self.node, **self.fields()}
 
 
 class Unknown(Event):
-    """An event that this version does not interpret; all that it has is in ``extra``."""
+    """An event that this version does not interpret; all its fields but the common ones are in ``extra``."""
 
     event: str
 
@@ -146,7 +146,7 @@ class Unknown(Event):
         return self.event
 
     def fields(self) -> dict[str, Any]:
-        """All but the common fields."""
+        """All fields but the common ones."""
         return dict(self.extra)
 
 
@@ -198,7 +198,7 @@ class JobStart(Event, name="job_start"):
 
 
 class JobFailed(Event, name="failure"):
-    """The job has failed: its elastic launcher has given the workers up."""
+    """The job has failed: its elastic launcher does not restart the workers any more."""
 
     run_id: ElasticRunId | None
     exit_code: Annotated[int, "exit code of the elastic launcher; negative: ended by that signal", SIGNED] | None
@@ -281,10 +281,10 @@ class WorkersStart(_Job, name="start"):
 
 
 class RanksReplaced(Event, name="replaced"):
-    """`launch --elastic` replaces lost ranks while the others keep their processes.
+    """`launch --elastic` replaces lost ranks while the other ranks keep their processes.
 
-    With `--when-lost go-on` those go on without them meanwhile. Where no ranks are lost, replacements are taken in, or
-    ranks leave whose node was told to stop.
+    With `--when-lost go-on` the other ranks keep training without them until then. If no ranks are lost, replacements
+    are admitted, or ranks leave because their node was told to stop.
     """
 
     ranks: Ranks | None
@@ -317,11 +317,11 @@ class Fault(Event, name="fault"):
 
     @property
     def has_ended_workers(self) -> bool:
-        """Whether it was recorded where the process ended, and not by a fit, whose exception the script may catch."""
+        """Whether it was recorded at the end of the process, not by a fit, whose exception the script may catch."""
         return self.restart_count is not None
 
     def nullable(self) -> tuple[str, ...]:
-        """What the watchdog or the worker process records of every fault of a kind."""
+        """The fields that the watchdog or the worker process records for every fault of this kind."""
         return _OF_FAULT.get(self.kind or "", ("place",) if self.has_ended_workers else ())
 
 
@@ -332,7 +332,7 @@ _OF_FAULT: dict[str, tuple[str, ...]] = {
 
 
 class Killed(Event, name="killed"):
-    """All workers were ended from outside; the watchdog records how far they were."""
+    """All workers were ended from outside; the watchdog records the step that they had reached."""
 
     fit: Fit | None
     elastic_run_id: ElasticRunId | None
@@ -344,10 +344,10 @@ class Killed(Event, name="killed"):
 
 
 class TimeSpent(Event, name="time_spent"):
-    """What ranks have spent their time on.
+    """The time of ranks by category.
 
-    It is recorded by their watchdog when they have ended, else at a fit's end, or, if they were killed, by the next
-    start. The lists are by rank, in the order of ``ranks``.
+    Their watchdog records it when they have ended. Without a watchdog it is recorded at the end of a fit or, if they
+    were killed, by the next start. The lists are by rank, in the order of ``ranks``.
     """
 
     fit: Fit | None
@@ -389,12 +389,12 @@ class _Restored(_AtStep):
     saved_at: Annotated[float, "when that state was saved, seconds since the epoch"] | None = None
 
     def nullable(self) -> tuple[str, ...]:
-        """What is recorded of every local checkpoint."""
+        """The field that is recorded for every local checkpoint."""
         return () if self.generation is None else ("saved_at",)
 
 
 class Resumed(_Restored, name="resumed"):
-    """A fit goes on from a checkpoint."""
+    """A fit resumes from a checkpoint."""
 
 
 class RestoredInPlace(_Restored, name="went_back"):
@@ -402,7 +402,7 @@ class RestoredInPlace(_Restored, name="went_back"):
 
 
 class Saved(_AtStep, name="saved"):
-    """A checkpoint is complete. Of local ones one is recorded each minute, after hours every five minutes."""
+    """A checkpoint is complete. Of local checkpoints, one per minute is recorded; after hours, one per five minutes."""
 
     path: CheckpointName | None = None
     seconds: Annotated[float, "duration of the save, s"] | None
@@ -417,7 +417,7 @@ class Saved(_AtStep, name="saved"):
 
 
 class SaveFailed(_AtStep, name="save_failed"):
-    """A checkpoint could not be written; the training goes on."""
+    """A checkpoint could not be written; the training continues."""
 
     reason: Reason | None
 
@@ -429,7 +429,7 @@ class SaveRefused(_AtStep, name="save_refused"):
 
 
 class Quarantined(Event, name="quarantined"):
-    """A checkpoint did not verify and was set aside."""
+    """A checkpoint did not pass verification and was moved to the quarantine folder."""
 
     fit: Fit | None
     path: CheckpointName | None
@@ -450,7 +450,7 @@ class NotRestored(Event, name="not_restored"):
 
 
 class MarkedBad(_AtStep, name="condemned"):
-    """A checkpoint was marked bad: it verifies, but the training cannot go on from it."""
+    """A checkpoint was marked bad: it passes verification, but the training cannot continue from it."""
 
     path: CheckpointName | None
     reason: Reason | None
@@ -478,7 +478,7 @@ class FitInterrupted(Event, name="interrupted"):
 
 
 class FitHalted(Event, name="halted"):
-    """A fit has ended for good. Recorded by earlier versions only; now it is a fault, and the outcome says so."""
+    """A fit has ended by a verdict that a retry cannot change. Only earlier versions record it; now it is a fault."""
 
     fit: Fit | None = None
     step: Step | None = None
@@ -489,7 +489,7 @@ class FitHalted(Event, name="halted"):
 
 
 class BadStep(Event, name="bad_step"):
-    """Loss or gradients were not finite, or a spike. Recorded by rank 0 and by the ranks that have found it."""
+    """Loss or gradients were not finite or had a spike. Recorded by rank 0 and by the ranks that have found it."""
 
     fit: Fit | None
     step: Annotated[int, "`trainer.global_step` before the step"] | None
@@ -529,7 +529,7 @@ class DivergenceFound(_AtStep, name="divergence"):
 
 
 class BatchesLeftOut(_AtStep, name="batches_left_out"):
-    """A process group ends, or the fit, that has left out batches of absent ranks. Recorded by rank 0."""
+    """A process group or a fit ends that has left out batches of absent ranks. Recorded by rank 0."""
 
     left_out: Annotated[int, "batches of all absent ranks since the beginning of the fit"] | None
 
@@ -553,7 +553,7 @@ class StragglerStop(_AtStep, name="straggler_stop"):
 
 
 class StragglersReplaced(_AtStep, name="stragglers_replaced"):
-    """Slow ranks end behind the next step, so that they are replaced while the others keep their processes."""
+    """Slow ranks end after the next step, so that they are replaced while the other ranks keep their processes."""
 
     ranks: Annotated[list[int], "ranks, by their original numbers"] | None
     devices: Annotated[list[str], "the device of each"] | None
@@ -593,10 +593,10 @@ _TYPES: dict[Any, frozenset[type]] = {float: frozenset((int, float)), types.None
 
 
 class _Rule(NamedTuple):
-    """What a field's value must be."""
+    """The allowed values of a field."""
 
-    types: frozenset[type] | None  # of the value; any, if none
-    items: frozenset[type] | None  # of those in a list
+    types: frozenset[type] | None  # of the value; ``None`` allows any
+    items: frozenset[type] | None  # of the items of a list
     is_signed: bool
 
     def allows(self, value: Any) -> bool:
@@ -630,7 +630,7 @@ def _rule(hint: Any) -> _Rule:
 
 
 def parse(line: Mapping[str, Any]) -> Event | None:
-    """The event that a line of a ledger holds; ``None`` if it holds none.
+    """The event in a line of a ledger; ``None`` if the line is no event.
 
     Args:
         line: The parsed JSON.
@@ -654,7 +654,7 @@ def parse(line: Mapping[str, Any]) -> Event | None:
             values[key] = value
         else:
             return _unknown(name, common, line)
-    event = object.__new__(EVENTS[name])  # a ledger may have 100,000: what __init__ would check is so
+    event = object.__new__(EVENTS[name])  # without the checks of __init__, which hold: a ledger may have 100,000 events
     event.__dict__ = values
     return event
 
@@ -664,5 +664,5 @@ def _unknown(name: str, common: Mapping[str, Any], line: Mapping[str, Any]) -> U
 
 
 def is_time(value: Any) -> bool:
-    """Whether it can be the time of an event, in seconds since the epoch."""
+    """Whether ``value`` can be the time of an event, in seconds since the epoch."""
     return type(value) in (int, float) and bool(0 <= value <= LAST_TIME)

@@ -1,6 +1,6 @@
 """The exit codes of a run's processes and what they mean. No torch, no Lightning.
 
-The two of Megatron are kept, since its users' scripts know them.
+The two exit codes of Megatron are kept, since its users' scripts know them.
 """
 
 from __future__ import annotations
@@ -10,23 +10,23 @@ import signal
 FINISHED = 0
 FAILED = 1
 USAGE = 2
-"""The command line makes no sense; argparse's."""
+"""The command line is invalid; argparse's code."""
 
 TRY_ELSEWHERE = 16
-"""Megatron's: a bad step came again, and is to be tried on other devices."""
+"""Megatron's code: a bad step was bad again, and should be tried on other devices."""
 
 RERUN_FAILED = 17
-"""Megatron's: a bad step was tried on other devices, and is bad there too."""
+"""Megatron's code: a bad step was tried on other devices, and is bad there too."""
 
 HUNG: int = getattr(signal, "SIGRTMIN", 34) + 10
-"""A rank that its watchdog has ended: 44 on Linux. It is the number of the signal by which it is ended, since the C
-function ``_exit`` is the handler, and is called with that number."""
+"""A rank that its watchdog has ended: 44 on Linux. It is the number of the signal that ends the rank: the handler is
+the C function ``_exit``, which gets that number as its argument."""
 
 TOO_SLOW = 45
-"""A rank that has ended because it was slower than the others, and is to be replaced."""
+"""A rank that has ended because it was slower than the other ranks, so that it is replaced."""
 
 INTERRUPTED = 75
-"""``EX_TEMPFAIL`` of sysexits.h: stopped, to be resumed by the same command."""
+"""``EX_TEMPFAIL`` of sysexits.h: the run has stopped, and the same command resumes it."""
 
 OF_LAUNCH = {
     FINISHED: "the run has finished",
@@ -37,7 +37,7 @@ OF_LAUNCH = {
     TRY_ELSEWHERE: "failed, and a bad step must be retried on other devices (NaNGuard with a rerun)",
     RERUN_FAILED: "failed: a bad step was tried again, on other devices or from an older checkpoint, and is still bad",
 }
-"""What each exit code of ``launch`` means."""
+"""The meaning of each exit code of ``launch``."""
 
 BATCH_JOB = {
     f"{FINISHED}: finished": "ends with 0 (`COMPLETED`)",
@@ -49,7 +49,7 @@ BATCH_JOB = {
     "nothing: it was killed, or a node was lost": "is requeued",
     "anything, after a manual `scancel`": "stays `CANCELLED`",
 }
-"""What follows in a batch job when ``launch`` on its first node has ended."""
+"""What happens to a batch job after ``launch`` on its first node has ended."""
 
 OF_VERDICT = (TRY_ELSEWHERE, RERUN_FAILED)
-"""Those with which a fit tells ``launch`` to end."""
+"""The exit codes by which a fit makes ``launch`` end."""

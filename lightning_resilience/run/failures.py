@@ -1,6 +1,6 @@
-"""Why groups of workers ended, and which failures are the same: pure functions over a ledger's events.
+"""Finds out why groups of workers ended, and which failures are the same: pure functions over a ledger's events.
 
-A *group* is the ranks of one start: all that is recorded from one ``start`` to the next.
+A *group* is the ranks of one start. Its events are all events from one ``start`` to the next.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ _HEX = re.compile(
     r"\b(0x[0-9a-f]+|[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}|(?=[0-9]*[a-f])(?=[a-f]*[0-9])[0-9a-f]{8,})\b",
     re.IGNORECASE,
 )
-_NUMBERS = re.compile(r"\d+([.,]?\d+|e[-+]?\d+|(, and|,| and) \d+)*")  # a list of ranks is as long as it happens to be
+_NUMBERS = re.compile(r"\d+([.,]?\d+|e[-+]?\d+|(, and|,| and) \d+)*")  # also lists of ranks, which vary in length
 
 
 @dataclass(frozen=True)
 class Failure:
-    """What identifies the end of a group of workers: two that are equal are the same failure come again.
+    """What identifies the end of a group of workers: two equal ones are recurrences of the same failure.
 
     Args:
         kind: Name of the exception's class, ``hang``, or ``a worker was killed``.
-        message: The error message without what differs between two of a kind: numbers, addresses, paths. Empty for a
-            hang, since the state in which its ranks are found is a matter of the moment.
+        message: The error message without parts that vary when it recurs: numbers, addresses, paths. Empty for a hang,
+            whose ranks are in another state each time.
         place: The user's innermost line, ``train.py:80``, if it is known.
-        fit: Number of the fit in which it came; ``None`` if outside of every fit, or unknown.
-        step: ``trainer.global_step`` at which it came, if known.
+        fit: Number of the fit in which it occurred; ``None`` if outside of every fit, or unknown.
+        step: ``trainer.global_step`` at which it occurred, if known.
         origin: Where the workers had begun, as a clause: ``after resuming from step 30``.
     """
 
@@ -99,11 +99,11 @@ class Failure:
 
 
 def is_late(event: Event, start: Event | None) -> bool:
-    """Whether a watchdog has recorded an end of workers when their successors on the same node had begun already.
+    """Whether a watchdog recorded this end of workers only after their successors on the same node had begun.
 
     Args:
         event: The event.
-        start: The last start that was recorded before it, if one was.
+        start: The last start recorded before it, if there is one.
     """
     return (
         is_of_watchdog(event)
@@ -115,7 +115,7 @@ def is_late(event: Event, start: Event | None) -> bool:
 
 
 def is_of_watchdog(event: Event) -> TypeGuard[Fault | Killed]:
-    """Whether a watchdog has recorded why ranks have ended: it may do so after their end.
+    """Whether a watchdog has recorded the event, which gives why ranks have ended. It may do so after their end.
 
     Args:
         event: The event.
@@ -124,7 +124,7 @@ def is_of_watchdog(event: Event) -> TypeGuard[Fault | Killed]:
 
 
 def says_peer_is_lost(reason: str) -> bool:
-    """Whether a rank failed because another one was gone.
+    """Whether a rank failed because another rank was gone.
 
     Args:
         reason: Class and message of its exception.
@@ -147,17 +147,17 @@ def faults_of(group: Iterable[Event]) -> list[Fault]:
                 run_id, start = event.elastic_run_id, event
             case Fault() if is_late(event, start):
                 pass
-            case Resumed() | Fresh():  # the script has caught what a fit before this one raised, and gone on
+            case Resumed() | Fresh():  # the script has caught the exception of an earlier fit and continued
                 faults = [fault for fault in faults if fault.has_ended_workers or fault.fit == event.fit]
             case Fault() if run_id is None or not event.has_ended_workers or event.elastic_run_id == run_id:
-                faults.append(event)  # else a late one of another job
+                faults.append(event)  # otherwise it is a late fault of another job
     return faults
 
 
 def first_cause(faults: Iterable[F]) -> F | None:
-    """The first fault of a group that is no mere consequence of another rank's; ``None`` if all are consequences.
+    """The first fault of a group that is not a consequence of another rank's; ``None`` if all are consequences.
 
-    A killed worker records nothing: where all faults are lost peers, a worker was killed. A diagnosed hang explains the
+    A killed worker records nothing: if all faults are lost peers, a worker was killed. A diagnosed hang explains the
     timeouts of its peers.
     """
     faults = list(faults)
@@ -177,8 +177,8 @@ def cause_of_end(events: Iterable[Event], elastic_run_id: str | None) -> str | N
         elastic_run_id: Id of the rendezvous.
     """
     group: list[WorkersStart | JobInfo | Fault | Killed] = []
-    restarts: dict[str | None, int] = {}  # each node counts its own
-    replaced: RanksReplaced | None = None  # nothing else may be recorded of it yet
+    restarts: dict[str | None, int] = {}  # by node, since each node counts its own
+    replaced: RanksReplaced | None = None  # the last loss; there may be no other record of it yet
     for event in events:
         if isinstance(event, RanksReplaced) and event.elastic_run_id == elastic_run_id and event.ranks != []:
             replaced = event
@@ -199,7 +199,7 @@ def cause_of_end(events: Iterable[Event], elastic_run_id: str | None) -> str | N
         return next(reasons, None)
     cause = first_cause(faults)
     if replaced is not None and (cause is None or str(cause.reason).endswith(" died")):
-        return str(replaced.reason)  # the parent of the ranks has reaped them, and knows how they have ended
+        return str(replaced.reason)  # the parent process of the ranks has reaped them and knows how they ended
     if cause is not None:
         return _described(cause)
     starts = [event for event in group if isinstance(event, (WorkersStart, JobInfo))]
@@ -210,7 +210,7 @@ def cause_of_end(events: Iterable[Event], elastic_run_id: str | None) -> str | N
 
 
 def growths(events: Iterable[Event], elastic_run_id: str | None) -> set[int]:
-    """The restart counts of starts that were no restarts: nobody was lost, and newcomers were taken in.
+    """The restart counts of starts that were no restarts: no rank was lost, and joining ranks were admitted.
 
     Args:
         events: The run's ledger.
@@ -235,37 +235,40 @@ def _described(fault: Fault) -> str:
 
 @functools.lru_cache(maxsize=1000)  # all ranks of a group often record the same
 def normalised(message: str) -> str:
-    """A message without what differs when the same thing happens again: paths, addresses, numbers, ranks among them."""
+    """A message without the parts that vary when the same failure recurs: paths, addresses, numbers (also ranks)."""
     for pattern, name in ((_PATH, "<path>"), (_HEX, "<hex>"), (_NUMBERS, "<n>")):
         message = pattern.sub(name, message)
     return " ".join(message.split())
 
 
 def recurrence(failure: Failure, times: int) -> str:
-    """A clause about a failure that has come again.
+    """A clause about a failure that has recurred.
 
     Args:
         failure: The failure.
-        times: How often it has come.
+        times: How often it has occurred.
     """
     suffix = "th" if times % 100 in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}.get(times % 10, "th")
     return f"the same failure for the {times}{suffix} time: {failure}, each time {failure.origin}"
 
 
 class RepeatedMistake:
-    """Whether another start of the script is in vain: it has made the same mistake twice without a step between.
+    """Decides whether another start of the script is useless: it failed twice by the same mistake with no step between.
 
     All ranks must come to the same answer when a group of workers starts. With several nodes the first node's launch
-    gives it, since what a node has just written another may not see yet.
+    decides, since other nodes may not see yet what a node has just written.
+
+    Attributes:
+        verdict: Why another start is useless; ``None`` if it is not.
     """
 
     def __init__(self) -> None:
         self.verdict: str | None = None
         self._command: list[str] | None = None
-        self._has_begun = False  # a training, with this command
-        self._group = 0  # of workers
-        self._steps: dict[int | None, int] = {}  # at which each fit of this group of workers began
-        self._has_advanced = False  # this group
+        self._has_begun = False  # whether this command has begun a training
+        self._group = 0  # number of the group of workers
+        self._steps: dict[int | None, int] = {}  # step at which each fit of this group began
+        self._has_advanced = False  # whether this group has done a step
         self._found: dict[tuple[str, str | None, str], set[int]] = {}
 
     def add(self, event: Event) -> None:

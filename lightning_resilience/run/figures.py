@@ -1,4 +1,4 @@
-"""A run's own figures for a replay, taken from its ledger and the account of its time. No torch, no Lightning."""
+"""Derives a run's figures for a replay from its ledger and the account of its time. No torch, no Lightning."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from lightning_resilience.run.goodput import TRAINING, Goodput, Life
 from lightning_resilience.run.replay import RunFigures, Saves, Strike
 
 REGULAR = ("interval", "every_n_train_steps", "follows ModelCheckpoint", "again")
-"""Reasons of saves that come by the clock or by steps; the others save what is about to end."""
+"""Reasons of regular saves, by the clock or by steps; a save for another reason precedes an end of the workers."""
 
 _NEVER = math.inf
 _ORDERLY = ("preemption", "straggler")
@@ -35,15 +35,15 @@ _TRAINED = (*TRAINING, "wasted_progress")
 
 
 def figures_of(events: Sequence[Event], found: Goodput) -> RunFigures | None:
-    """What a run consists of; ``None``: it has done no step of which the time is known.
+    """The figures of a run; ``None`` if it has done no step with a known time.
 
     Args:
-        events: Its ledger, and what was kept of ranks that run.
+        events: Its ledger, and the kept time accounts of running ranks.
         found: The account of its time.
     """
     events = sorted((event for event in events if _tells_something(event)), key=lambda event: event.time)
     seconds = {category: each / max(found.ranks, 1) for category, each in found.by_category.items()}
-    seconds["productive"] += seconds["straggler_wait"]  # of a step it is a part
+    seconds["productive"] += seconds["straggler_wait"]  # this wait is a part of a step
     seconds["straggler_wait"] = 0.0
     steps = sum(_reached(events).values())
     new_steps = steps - _new_first_steps(events)
@@ -53,7 +53,7 @@ def figures_of(events: Sequence[Event], found: Goodput) -> RunFigures | None:
     done = new_steps + seconds["wasted_progress"] / step_s
     saves, local_saves, ends_s = _costs(events, seconds["checkpoint_save"])
     strikes = _strikes(events, found, ends_s, step_s)
-    # What comes once: the first start and the end.
+    # Costs that occur once: the first start and the end.
     once = {category: each for category, each in seconds.items() if category not in (*_TRAINED, "idle")}
     once["checkpoint_save"] = sum(ends_s.values())
     for strike in strikes:
@@ -72,7 +72,7 @@ def figures_of(events: Sequence[Event], found: Goodput) -> RunFigures | None:
 
 
 def _tells_something(event: Event) -> bool:
-    """Of many ranks that fail together each records it, and of all that only a hang's timeout is asked for."""
+    """Whether the figures use this event. Many ranks may record a fault at once; only hangs of a step are used."""
     if isinstance(event, Fault):
         return event.kind == "hang" and event.section in (None, "step") and math.isfinite(event.limit or 0.0)
     if isinstance(event, Saved):
@@ -94,7 +94,7 @@ def _reached(events: Iterable[Event]) -> dict[int, int]:
 
 
 def _new_first_steps(events: Iterable[Event]) -> int:
-    """How many times the first step of a process, or after a rollback, was never done before."""
+    """How often the first step of a process, or the first after a rollback, was one never done before."""
     found = 0
     furthest: defaultdict[int | None, int] = defaultdict(int)
     for event in events:
@@ -117,8 +117,8 @@ def _strikes(events: Sequence[Event], account: Goodput, ends_s: Mapping[float, f
 
     Args:
         events: Its ledger.
-        account: Of its time.
-        ends_s: What saves of what was about to end have cost, by their times.
+        account: The account of its time.
+        ends_s: Seconds that each save before an end of workers has cost, by the time of the save.
         step_s: Seconds of a step.
     """
     ranks = max(account.ranks, 1)
@@ -131,7 +131,7 @@ def _strikes(events: Sequence[Event], account: Goodput, ends_s: Mapping[float, f
         until = bisect.bisect_left(times, _NEVER if after is None else after.began)
         own = events[bisect.bisect_left(times, life.began) : until]
         rollbacks = _rollbacks(own, life, ranks)
-        if found and found[-1].at_step is None:  # what they have cost is in its cost
+        if found and found[-1].at_step is None:  # its cost includes the costs of these rollbacks
             cost = found[-1].seconds
             for each in rollbacks:
                 cost = {name: max(seconds - each.seconds.get(name, 0.0), 0.0) for name, seconds in cost.items()}
@@ -169,7 +169,7 @@ def _strikes(events: Sequence[Event], account: Goodput, ends_s: Mapping[float, f
 
 
 def _rollbacks(events: Iterable[Event], life: Life, ranks: int) -> list[Strike]:
-    """The rollbacks of a group of workers; each has cost as much as its start in the same categories."""
+    """The rollbacks of a group of workers; in each category, start and rollbacks are taken to cost the same."""
     resumes = sum(isinstance(event, Resumed) for event in events)
     found = [event.step for event in events if isinstance(event, Rollback) and event.step is not None]
     number = len(found)
@@ -195,11 +195,11 @@ def _saved(events: Iterable[Event], tier: str) -> Iterator[Saved]:
 
 
 def _costs(events: Sequence[Event], waited_s: float) -> tuple[Saves | None, Saves | None, dict[float, float]]:
-    """What saves cost: regular ones to the run directory and to the nodes, and by their times those of what ends.
+    """The costs of saves: regular saves to the run directory, local saves, and by time the saves before an end.
 
     Args:
         events: The ledger.
-        waited_s: For how long the training has waited for all of them.
+        waited_s: Seconds for which the training has waited for all saves.
     """
     saves, local_saves = _saves(events, "global"), _saves(events, "local")
     if local_saves is not None:
@@ -211,14 +211,14 @@ def _costs(events: Sequence[Event], waited_s: float) -> tuple[Saves | None, Save
     if saves is None or not number:
         return saves, local_saves, ends_s
     each_s = max(waited_s - sum(ends_s.values()), 0.0) / number
-    short_s = [each for each in ends_s.values() if each < each_s]  # where the training waits, only the writing is known
+    short_s = [each for each in ends_s.values() if each < each_s]  # of such a save only the time to write it is known
     each_s = max(waited_s - sum(ends_s.values()) + sum(short_s), 0.0) / (number + len(short_s))
     ends_s = {time: max(each, each_s) for time, each in ends_s.items()}
     return replace(saves, blocked_s=each_s), local_saves, ends_s
 
 
 def _saves(events: Sequence[Event], tier: str) -> Saves | None:
-    """How often a tier is saved to; ``None``: never, as far as is recorded."""
+    """How often a tier is saved to, and the costs; ``None`` if no save is recorded."""
     intervals: list[tuple[float, int]] = []
     first: list[float] = []
     first_steps: list[int] = []
@@ -246,7 +246,7 @@ def _saves(events: Sequence[Event], tier: str) -> Saves | None:
     every_s = statistics.median([each for each, _ in intervals] or first)
     by_steps = {event.reason for event in saves} == {"every_n_train_steps"}
     apart = [steps for _, steps in intervals if steps > 0]
-    # Of the first save of a process it is not known what the others cost.
+    # At the first save of a process the costs of saves are not known yet, so it is used only if there are no others.
     chosen = chosen or [event.every_s for event in saves if event.every_s is not None]
     if chosen:
         every_s = statistics.median(chosen)

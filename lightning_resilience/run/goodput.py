@@ -1,62 +1,63 @@
-"""Where the time of a run went: every second of every rank, over all restarts, in one category. No torch, no Lightning.
+"""Accounts for the time of a run: each second of each rank, over all restarts, in one category. No torch, no Lightning.
 
-**What is accounted.** From the first launch to the end, a run has as many *slots* as ranks. Most of a slot's time is in
-the accounts that processes keep themselves (:mod:`.time_account`); the rest is between two processes, and the events of
-launcher and scheduler say what happened then:
+**What is accounted.** From the first launch to the end, a run has one *slot* per rank. Most of a slot's time is in the
+accounts that processes keep themselves (:mod:`.time_account`). The rest is between two processes, where the events of
+launcher and scheduler show what happened:
 
 ==================  ====================================================================================================
-``queue``           the scheduler has the job, and no nodes for it yet
+``queue``           the scheduler has the job, but no nodes for it yet
 ``launch``          launcher and job retries, from the start of the launch or of the allocation
-``rendezvous``      nodes find each other, ended workers are cleared away, new ones started; survivors wait for those
-``imports``         of a worker, up to the callbacks, and with them torch and Lightning
-``script``          of the script, up to ``fit`` and between two fits
-``setup``           of a fit: process group, strategy, sanity check
+``rendezvous``      nodes find each other, ended workers are cleaned up, new ones start; survivors wait for new ones
+``imports``         imports of a worker, up to the callbacks, and with them torch and Lightning
+``script``          the script, up to ``fit`` and between two fits
+``setup``           setup of a fit: process group, strategy, sanity check
 ``restore``         the checkpoint is chosen and loaded
-``fast_forward``    the data are brought to where the run was
+``fast_forward``    the data loaders are advanced to the position of the run
 ``first_step``      the first step of a process or after a rollback: workers start, kernels are compiled
 ``productive``      steps never done before; a step counts as done when the batch after it begins
 ``wasted_progress`` steps done again, and without a fault a step that was begun and did not end
 ``data_loading``    training waits for a batch; on an accelerator it is part of the step
 ``callbacks``       hooks and loggers between two steps, and the end of an epoch
 ``validation``      validation
-``straggler_wait``  of ``productive``, what a rank waited in collectives for one that a report found slow
+``straggler_wait``  time of new steps in which a rank waited in collectives for a rank that a report found slow
 ``checkpoint_save`` training waits for a save
-``detection``       in a fault, the step that a rank in a fit had begun, or what it went on to last, to the verdict
+``detection``       in a fault: the step that a rank in a fit had begun, or its last other activity, until the verdict
 ``teardown``        from the verdict, or the end of the last fit, to the end of the launch or the next start of the job
-``idle``            nobody ran it: the launch had ended, or was killed, and no scheduler had the job
-``other``           nothing is known: workers that were all killed before anything was kept, up to their last event
+``idle``            the run was not running: the launch had ended or was killed, and no scheduler had the job
+``other``           unknown: all workers were killed before their account was kept; up to their last event
 ==================  ====================================================================================================
 
-**Waiting for a straggler.** Only ``StragglerDetection`` tells it from work, so without it there is none. Its reports
-say how long the ranks that are no stragglers have waited for the slowest one since the report before: in each new step
-the time by which that is slower than the slowest of them, and no more than they were measured to wait. What equally
-fast ranks wait for each other is part of a step, as is the transfer. What is in no report stays ``productive``: waiting
-for ranks that are slow but not by the callback's threshold, or only for a while, and what comes after the last report.
-The waiting is due to the node of the straggler.
+**Waiting for a straggler.** Only ``StragglerDetection`` distinguishes it from work, so without this callback there is
+none. Its reports give how long the ranks that are not stragglers have waited for the slowest rank since the previous
+report: in each new step the time by which it is slower than the slowest of these ranks, but no more than their measured
+wait. Waits of equally fast ranks for each other are part of a step, as is the transfer. Waits that are in no report
+stay ``productive``: for ranks that are slow but within the callback's threshold, or slow only for a while, and waits
+after the last report. The wait is attributed to the node of the straggler.
 
-Of a node that went down, the last sign of life is in what was kept, up to 30 s before; if nobody is left to give a
-verdict, its processes end with that. If nothing was kept yet, its ranks have done what the others have. Of a run that
-goes on, what was kept last goes on until now.
+The last sign of life of a node that went down is in its kept account, up to 30 s earlier. If no process is left to give
+a verdict, its processes end at that time. If nothing was kept yet, its ranks are taken to have done the same as the
+other ranks. For a run that is still running, the last kept account is extended until now.
 
-Without a launcher an account ends with its fit, a fit that fails is an interruption, and what is between two accounts
-is ``idle``. In an interactive session (a notebook) an account also begins with its fit: what a person does before is no
-part of the run. A rank that was killed where no watchdog reads its account has it in node memory, where the next start
-on the node finds it: until the last step that it had begun. If node memory is gone, nothing is known, and the time is
-``idle``.
+Without a launcher an account ends with its fit, a fit that fails is an interruption, and the time between two accounts
+is ``idle``. In an interactive session (a notebook) an account also begins with its fit: what a person does before is
+not part of the run. If no watchdog reads the account of a rank and the rank is killed, its account is in node memory,
+up to the last step that it had begun; the next start on the node finds it there. If node memory is gone, nothing is
+known, and the time is ``idle``.
 
-**On an accelerator** the time of a step is that from one training boundary to the next, by the clock of the host, less
-validation and saves. The host waits there for data and runs hooks while the device computes, or the device waits for
-the host: its queue alone knows, and to ask for that at every step would be a sync. So ``productive`` has them in it.
-How much of a step the device had nothing to do is measured by ``StragglerDetection`` with events, in the steps that it
-times; its reports name ``data loading`` where a rank is slow because of it.
+**On an accelerator** the time of a step runs from one training boundary to the next, by the clock of the host, minus
+validation and saves. In this time the host waits for data and runs hooks while the device computes, or the device waits
+for the host. Only the device's queue could distinguish these, and a query at every step would be a sync. So both are in
+the category ``productive``. ``StragglerDetection`` measures with events how long the device was idle in the steps that
+it times; its reports name ``data loading`` if a rank is slow because of that.
 
-**Absent ranks.** While a run goes on without a rank, nobody is at its place, and its time is in no category and no
-share: that of the others is, who take longer for a step if they train for it, too. How much it was is said beside them.
+**Absent ranks.** While a run continues without a rank, no process has its place, and the rank's time is in no category
+and no share. The time of the other ranks counts; their steps take longer if they also train on its data. Reports show
+the absent time separately.
 
-**Goodput** is the share of ``productive`` in all but ``idle``. **ETTR**, the effective training time ratio of Meta's
-"Revisiting Reliability in Large-Scale Machine Learning Research Clusters" (2024), has the same denominator (all time in
-which the run is scheduled, or waits to be) and counts all of training proper: what does not repeat steps, restart or
-wait in a queue.
+**Goodput** is the share of ``productive`` in all time but ``idle``. **ETTR**, the effective training time ratio of
+Meta's "Revisiting Reliability in Large-Scale Machine Learning Research Clusters" (2024), has the same denominator (all
+time in which the run is scheduled or waits for that) and counts all training proper: everything but repeated steps,
+restarts and waits in a queue.
 """
 
 from __future__ import annotations
@@ -120,20 +121,20 @@ CATEGORIES = (
 )
 
 TRAINING = ("productive", "data_loading", "callbacks", "validation", "checkpoint_save", "straggler_wait")
-"""What ETTR counts as training."""
+"""The categories that ETTR counts as training."""
 
 START = ("launch", "rendezvous", "imports", "script", "setup", "restore", "fast_forward", "first_step")
 
 
 class Loss(NamedTuple):
-    """Time of one category, with what it is due to.
+    """The key of a sum of time: a category, with the cause of the time and its node.
 
     Attributes:
         category: See the module.
-        cause: Of the interruption that it belongs to: ``hang``, ``killed``, ...; empty: none. What it takes to start,
-            also after a rollback or for another fit, and the steps done again belong to the interruption before.
-            Without an interruption, waiting for a straggler has it as its cause.
-        node: Where, or whom it waits for; empty: everywhere.
+        cause: Cause of the interruption that it belongs to: ``hang``, ``killed``, ...; empty if none. The time of a
+            start, also after a rollback or for another fit, and steps done again belong to the previous interruption.
+            Without an interruption, waiting for a straggler has the cause ``straggler``.
+        node: Node of the rank, or of the straggler it waits for; empty: everywhere.
     """
 
     category: str
@@ -141,31 +142,31 @@ class Loss(NamedTuple):
     node: str
 
 
-_loss = functools.lru_cache(maxsize=None)(Loss)  # of a run there are some thousands, each met again and again
+_loss = functools.lru_cache(maxsize=None)(Loss)  # a run has some thousands, each used again and again
 
 PARTS = ("detect", "end", "start", "restore", "redo")
-"""The parts of an interruption in their order; ``redo`` is what was lost of the work and is done again."""
+"""The parts of an interruption in their order; ``redo`` is lost work that is done again."""
 
 PART_OF = {
     **dict.fromkeys(("queue", *START), "start"),
     **{"detection": "detect", "teardown": "end", "restore": "restore", "fast_forward": "restore"},
 }
-"""To which part a category belongs; the others belong to ``redo``."""
+"""The part to which a category belongs; the other categories belong to ``redo``."""
 
 PHASES = ("detect", "end", "queue", *(each for each in START if each != "fast_forward"), "redo")
-"""The parts, with the categories of ``start`` in its place."""
+"""The parts, with ``start`` replaced by its categories."""
 
 
 @dataclass
 class InterruptionCost:
-    """The end of a group of workers before the run had ended, and what followed from it.
+    """An end of a group of workers before the end of the run, and its costs.
 
     Attributes:
-        time: When it was found, else when the workers ended; in seconds since the epoch.
+        time: When the fault was recorded, otherwise when the workers ended; in seconds since the epoch.
         cause: ``killed``, ``hang``, ``preempted``, ``NaN``, ``straggler``, ``disk``, ``script`` or ``crash``.
-        reason: What was recorded about it.
-        node: Where it began; empty: not known, or everywhere.
-        seconds: Rank-seconds by category, from the last sign of life until its successors do what was never done.
+        reason: The recorded reason.
+        node: The node where it began; empty if unknown, or everywhere.
+        seconds: Rank-seconds by category, from the last sign of life until the next workers do steps never done before.
     """
 
     time: float
@@ -193,13 +194,13 @@ class InterruptionCost:
 
 
 class Segment(NamedTuple):
-    """What a rank does from one moment to another.
+    """The time of a rank from one moment to another.
 
     Attributes:
-        node: Where; empty: not known.
+        node: Its node; empty if unknown.
         begin: In seconds since the epoch.
         end: In seconds since the epoch.
-        seconds: By category. Of steps there are several, which alternate; else it is one.
+        seconds: Seconds by category: several alternating categories for steps, otherwise one.
     """
 
     node: str
@@ -210,13 +211,13 @@ class Segment(NamedTuple):
 
 @dataclass
 class Life:
-    """A group of workers, from the end of the one before it.
+    """A group of workers, with the time since the end of the previous group.
 
     Attributes:
         began: When its first process began, in seconds since the epoch.
-        ended: When its last process ended.
-        interruption: Why it ended before the run had; ``None`` if it did not.
-        seconds: Rank-seconds by category, with those between the processes before it and its own.
+        ended: When its last process ended, in seconds since the epoch.
+        interruption: Why it ended before the end of the run; ``None`` if it did not.
+        seconds: Rank-seconds by category, including the time between the previous processes and its own.
     """
 
     began: float
@@ -231,14 +232,14 @@ class Goodput:
 
     Attributes:
         began: When it was launched first, in seconds since the epoch.
-        ended: When it ended; of one that runs, now.
-        seconds: Rank-seconds by what they are due to.
-        ranks: How many ranks it had at most.
-        absent_s: Rank-seconds in which ranks were absent and the others went on; in no category.
-        interruptions: The groups of workers that ended before the run had, in the order of their starts.
-        lives: All groups of workers, likewise.
-        segments: The same seconds at their times; ``None``: not asked for. Of a process the sums are known and not
-            their order: here what it takes to start comes first, then the steps.
+        ended: When it ended, or the present time if it is running.
+        seconds: Rank-seconds by category, cause and node.
+        ranks: The largest number of ranks that it had.
+        absent_s: Rank-seconds of absent ranks while the other ranks trained; in no category.
+        interruptions: The ends of groups of workers before the end of the run, in the order of their starts.
+        lives: All groups of workers, in the order of their starts.
+        segments: The same seconds at their times; ``None`` if not requested. Only the sums of a process are known, not
+            their order: here the start comes first, then the steps.
     """
 
     began: float = 0.0
@@ -255,9 +256,9 @@ class Goodput:
 
         Args:
             category: Its category.
-            seconds: How long.
+            seconds: The seconds to add.
             due_to: The interruption that it belongs to.
-            node: Where.
+            node: Its node.
         """
         cause = due_to.cause if due_to is not None else "straggler" if category == "straggler_wait" else ""
         self.seconds[_loss(category, cause, node)] += seconds
@@ -269,14 +270,14 @@ class Goodput:
     def add_segment(
         self, category: str, begin: float, end: float, due_to: InterruptionCost | None = None, node: str = ""
     ) -> None:
-        """Adds time of a rank of which is known when it was.
+        """Adds time of a rank with known begin and end.
 
         Args:
             category: Its category.
             begin: In seconds since the epoch.
             end: In seconds since the epoch.
             due_to: The interruption that it belongs to.
-            node: Where.
+            node: Its node.
         """
         self.add(category, end - begin, due_to, node)
         if self.segments is not None:
@@ -284,7 +285,7 @@ class Goodput:
 
     @property
     def causes(self) -> Counter[str]:
-        """How many interruptions each cause had."""
+        """The number of interruptions by cause."""
         return Counter(each.cause for each in self.interruptions)
 
     @property
@@ -302,28 +303,28 @@ class Goodput:
 
     @property
     def goodput(self) -> float:
-        """Share of the time that went into steps never done before; NaN where nothing has run."""
+        """Share of the time that went into steps never done before; NaN if nothing has run."""
         return share_of(self.by_category, ("productive",))
 
     @property
     def ettr(self) -> float:
-        """Effective training time ratio; NaN where nothing has run."""
+        """Effective training time ratio; NaN if nothing has run."""
         return share_of(self.by_category, TRAINING)
 
 
 def share_of(seconds: Mapping[str, float], categories: Iterable[str]) -> float:
-    """The share of some categories in all time but ``idle``; NaN where nothing has run.
+    """The share of some categories in all time but ``idle``; NaN if nothing has run.
 
     Args:
-        seconds: By category.
-        categories: Those that count: :data:`TRAINING` for ETTR.
+        seconds: Seconds by category.
+        categories: The categories that count, such as :data:`TRAINING` for ETTR.
     """
     active = sum(each for name, each in seconds.items() if name != "idle")
     return sum(seconds.get(each, 0.0) for each in categories) / active if active > 0 else float("nan")
 
 
 def reached_step(run_dir: Path, events: Iterable[Event], fit: int) -> int:
-    """The furthest step that a fit has been at in any process before.
+    """The furthest step that a fit has reached in any earlier process.
 
     Args:
         run_dir: The run directory.
@@ -341,7 +342,7 @@ def reached_step(run_dir: Path, events: Iterable[Event], fit: int) -> int:
 
 
 _CLOCKS_DIFFER_S = 1.0
-"""How much later a report may seem to be than the step that begins after it on another node."""
+"""How much later a report may appear to be than a step that begins after it on another node."""
 
 
 @dataclass
@@ -355,9 +356,9 @@ class _Process:
     doing: str
     seconds: dict[str, float]
     is_kept: bool
-    """Whether this is what was kept while it ran."""
+    """Whether this is an account that was kept while the process ran, not its final one."""
     waits: dict[str, float] = field(default_factory=dict)
-    """What it has waited for stragglers, in seconds by their node; it is no more in ``productive``."""
+    """Seconds that it has waited for stragglers, by their node; no longer included in ``productive``."""
 
 
 @dataclass
@@ -369,9 +370,9 @@ class _Group:
     elastic_run_id: str | None = None
     world_size: int = 0
     since: float = 0.0
-    """When newcomers were taken in, whose processes are older."""
+    """When joining ranks were admitted, whose processes are older than the group."""
     killed: list[int] = field(default_factory=list)
-    """Ranks without a watchdog of which the next start has recorded that they were killed."""
+    """Ranks without a watchdog that were killed, as the next start has recorded."""
 
     @property
     def began(self) -> float:
@@ -382,19 +383,19 @@ class _Group:
         return max(each.ended for each in self.processes.values())
 
     def is_of_same_job(self, before: _Group) -> bool:
-        """Whether an elastic launcher has started these workers in the place of those before."""
+        """Whether an elastic launcher has started these workers to replace the workers of ``before``."""
         return self.elastic_run_id is not None and self.elastic_run_id == before.elastic_run_id
 
     @functools.cached_property
     def faults(self) -> list[Fault]:
-        """Those that have ended it, and not only a fit whose failure the script has caught."""
+        """The faults that have ended the group; not those of a fit whose failure the script has caught."""
         return faults_of(self.events)
 
     def extend(self, now: float | None) -> None:
-        """What was kept of processes goes on to their end.
+        """Extends kept accounts of processes to the end of the processes.
 
         Args:
-            now: The time, if these may be running.
+            now: The present time, if the processes may be running.
         """
         ends = [each.ended for each in self.processes.values() if not each.is_kept]
         if now is not None and not (ends and self.interruption):
@@ -404,7 +405,7 @@ class _Group:
                 process.ended = max([process.ended, *ends])
 
     def find_waits(self) -> None:
-        """Takes what ranks have waited for stragglers from their productive time, of which there may be less."""
+        """Moves the time that ranks have waited for stragglers from their productive time to ``waits``."""
         for event in self.events:
             if not isinstance(event, Stragglers) or event.slowest not in self.processes:
                 continue
@@ -412,14 +413,14 @@ class _Group:
             for rank, process in self.processes.items():
                 productive = process.seconds.get("productive", 0.0)
                 if process.is_kept and event.time > process.since + _CLOCKS_DIFFER_S:
-                    continue  # what was kept of it is older
+                    continue  # the kept account is older than the report
                 if rank not in (event.ranks or ()) and (waited := min(event.waited or 0.0, productive)) > 0:
                     process.seconds["productive"] = productive - waited
                     process.waits[node] = process.waits.get(node, 0.0) + waited
 
     @property
     def interruption(self) -> InterruptionCost | None:
-        """Why it ended before the run had; ``None`` if it did not."""
+        """Why the group ended before the end of the run; ``None`` if it did not."""
         faults = self.faults
         ranks: Sequence[int | None] = ()
         reason = "the launcher was killed, and its workers with it"
@@ -458,9 +459,9 @@ def account(
 
     Args:
         events: Its ledger.
-        running: What was kept of ranks that run, or whose node went down (:func:`.time_account.kept`).
-        now: The time, if the run goes on, in seconds since the epoch; otherwise it has ended with its last event.
-        with_segments: Whether also at which times the seconds were.
+        running: Kept accounts of ranks that are running, or whose node went down (:func:`.time_account.kept`).
+        now: The present time in seconds since the epoch if the run is running; otherwise it ended with its last event.
+        with_segments: Whether to fill :attr:`Goodput.segments`.
     """
     segments: list[Segment] | None = [] if with_segments else None
     groups = _groups(events, running)
@@ -508,12 +509,12 @@ def account(
 
 
 def _time(event: Event) -> float:
-    """When it happened: a launch has begun before it could record that."""
+    """When an event happened; a launch begins before it can record that."""
     return event.began if isinstance(event, LaunchStart) and event.began is not None else event.time
 
 
 def _groups(events: Iterable[Event], running: Iterable[TimeSpent]) -> list[_Group]:
-    """The groups of workers in the order of their starts, with what happened in them."""
+    """The groups of workers in the order of their starts, with their events."""
     recorded = [event for event in events if isinstance(event, TimeSpent)]
     known = {(event.attempt, event.node) for event in recorded}
     kept = [event for event in running if (event.attempt, event.node) not in known]
@@ -525,12 +526,12 @@ def _groups(events: Iterable[Event], running: Iterable[TimeSpent]) -> list[_Grou
         group.world_size = max(group.world_size, event.world_size or 0)
         is_kept = number >= len(recorded)
         group.killed += event.ranks or () if event.killed else ()
-        with suppress(LookupError, TypeError, ValueError):  # not as this package writes it
+        with suppress(LookupError, TypeError, ValueError):  # not in the form that this package writes
             group.processes |= {rank: _process(event, index, is_kept) for index, rank in enumerate(event.ranks or ())}
     of_start: dict[object, _Group] = {
         (each.elastic_run_id, each.restart_count, each.node): groups[key]
         for key, each in of_processes
-        if each.elastic_run_id is not None  # all starts without a launcher would be the same one
+        if each.elastic_run_id is not None  # without a launcher all starts would have the same key
     }
     for change in events:
         if isinstance(change, RanksReplaced) and change.ranks == []:
@@ -556,7 +557,7 @@ def _groups(events: Iterable[Event], running: Iterable[TimeSpent]) -> list[_Grou
 
 
 def _mean(processes: Sequence[_Process]) -> _Process:
-    """What a rank that was killed has done, of which nothing is known: ranks train in step, and most end alike."""
+    """An estimate for a killed rank without an account: ranks train in step, and most end in the same way."""
     within = [each for each in processes if each.doing != "teardown"]
     [(doing, _)] = Counter(each.doing for each in within or processes).most_common(1)
     processes = [each for each in processes if each.doing == doing]
@@ -572,7 +573,7 @@ def _mean(processes: Sequence[_Process]) -> _Process:
         doing=doing,
         seconds={
             category: mean(each.seconds.get(category, 0.0) for each in processes)
-            # In an order that no hash decides: sums differ by it.
+            # In an order that does not depend on hashes, since sums depend on it.
             for category in dict.fromkeys(category for each in processes for category in each.seconds)
         },
         is_kept=all(each.is_kept for each in processes),
@@ -580,7 +581,7 @@ def _mean(processes: Sequence[_Process]) -> _Process:
 
 
 def _unaccounted(events: Iterable[Event], groups: Sequence[_Group]) -> Iterator[_Group]:
-    """Workers that were killed before anything was kept of them, and others followed: until what they recorded last."""
+    """Groups that were killed before their accounts were kept, if others followed; they end with their last event."""
     begins = [group.began for group in groups]
     start: WorkersStart | None = None
     last = 0.0
@@ -592,7 +593,7 @@ def _unaccounted(events: Iterable[Event], groups: Sequence[_Group]) -> Iterator[
             index = bisect.bisect_right(begins, start.time) - 1
             if index < 0 or start.time > groups[index].ended:
                 process = _Process("", start.time, start.time, last, "other", {}, is_kept=False)
-                ranks = groups[max(index, 0)].processes  # as many as before
+                ranks = groups[max(index, 0)].processes  # the same number as in the previous group
                 yield _Group({rank: replace(process) for rank in ranks}, [], start.elastic_run_id)
         start, last = event, event.time
 
@@ -634,10 +635,10 @@ def _add_process(
     """Adds the account of a process.
 
     Args:
-        found: Gets it.
+        found: The account of the run, to which it is added.
         process: The process.
-        before: The interruption before it, to which belongs what its start has cost.
-        interruption: Its own.
+        before: The interruption before it, to which the costs of its start belong.
+        interruption: The interruption that ended it.
         verdict: When a fault was found.
     """
     due_to = {**dict.fromkeys((*START, "wasted_progress"), before), "teardown": interruption}
@@ -671,7 +672,7 @@ _IN_ORDER = (
 
 
 def _segments(process: _Process, unfinished: str) -> Iterator[Segment]:
-    """What a process has in its account, one after the other.
+    """The account of a process as consecutive segments.
 
     Args:
         process: The process.
@@ -707,10 +708,10 @@ class _Gaps:
 
         Args:
             begin: The end of the first, in seconds since the epoch.
-            end: The start of the second.
-            doing: What happens at first, if the launcher does not say.
+            end: The start of the second, in seconds since the epoch.
+            doing: The category if no event of the launcher lies between.
             due_to: The interruption before.
-            node: Where.
+            node: The node of the second.
         """
         within = self._launcher[bisect.bisect_left(self._times, begin) : bisect.bisect_right(self._times, end)]
         before: Event | None = None
@@ -723,14 +724,14 @@ class _Gaps:
 
 
 def _between(before: Event | None, after: Event | None, otherwise: str) -> str:
-    """What happens between two events of the launcher; ``None``: a process ends or starts."""
+    """The category of the time between two events of the launcher; ``None`` stands for an end or start of a process."""
     match before, after:
         case LaunchExit(), AllocationEnd():
             return "teardown"
         case ((LaunchExit(new_job=True) | AllocationEnd(then="requeue")), _):
             return "queue"
         case _, AllocationStart():
-            return "queue" if after.restart_count else "idle"  # nobody has recorded why it was requeued
+            return "queue" if after.restart_count else "idle"  # requeued, without a record of the reason
         case ((LaunchExit() | AllocationEnd()), _):
             return "idle"
         case AllocationStart(), _:

@@ -1,7 +1,7 @@
-"""What a ledger records about a run. Only this module folds the ledger.
+"""Folds a ledger into the history of a run: its checkpoints, workers, allocations and failures.
 
-:class:`History` takes events one by one, so a run that is followed is folded once; :class:`LiveHistory` does that. The
-budget, the reports, the launcher, the workers, the scheduler's batch step and the fits ask it.
+:class:`History` takes events one by one, so the ledger of a running run is folded only once; :class:`LiveHistory` does
+that. The budget, the reports, the launcher, the workers, the scheduler's batch step and the fits query it.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ from lightning_resilience.run.ledger import Ledger, Reader, reader_of
 from lightning_resilience.run.run_directory import RunDirectory
 
 Then = Literal["requeue", "end"]
-"""What follows an allocation."""
+"""What happens after an allocation."""
 
 E = TypeVar("E", bound=Event)
 
 
 class History:
-    """What the events of a ledger say.
+    """The history of a run, folded from the events of its ledger.
 
     Args:
         events: The run's ledger, oldest first.
@@ -56,7 +56,7 @@ class History:
     Attributes:
         events: All events so far.
         allocations: The scheduler's allocations, and the launches without one.
-        failures: What counts against the budget.
+        failures: The failures that count against the budget.
     """
 
     def __init__(self, events: Iterable[Event] = ()) -> None:
@@ -65,8 +65,8 @@ class History:
         self.failures = FailureCounts()
         self._mistake = RepeatedMistake()
         self._highest: dict[int, int] = {}  # verified step of each fit
-        self._safe: dict[int, int] = {}  # the same of those in the run directory
-        self._fits: set[int | None] = set()  # begun without launcher; no process begins the same one twice
+        self._safe: dict[int, int] = {}  # the same, only from checkpoints in the run directory
+        self._fits: set[int | None] = set()  # fits begun without a launcher; no process begins a fit twice
         self._run_id: str | None = None  # of the last job
         self._to_avoid: set[str] = set()
         for event in events:
@@ -103,7 +103,7 @@ class History:
         return next((event for event in reversed(self.events) if isinstance(event, kind)), None)
 
     def since(self, *kinds: type[Event]) -> list[Event]:
-        """The last event of any of these kinds, and all that follow; nothing without such an event."""
+        """The last event of any of these kinds and all later events; empty if there is no such event."""
         found = (index for index in range(len(self.events) - 1, -1, -1) if isinstance(self.events[index], kinds))
         begin = next(found, None)
         return [] if begin is None else self.events[begin:]
@@ -112,16 +112,16 @@ class History:
 
     @property
     def verified_step(self) -> int | None:
-        """The highest verified step of the last fit that has one; once it was resumed from, that of a node counts."""
+        """The highest verified step of the last fit that has one; a local checkpoint counts after a resume from it."""
         return max(self._highest.items())[1] if self._highest else None
 
     def safe_step(self, run: RunDirectory | None = None, fit: int | None = None) -> int | None:
         """The step of the newest checkpoint in the run directory, of the last fit that has one.
 
         Args:
-            run: The run directory, to look what is there, also where the ledger was lost; default: what the ledger says
-                is taken for true.
-            fit: Number of the fit; default: the last one that has a checkpoint.
+            run: The run directory, to check which checkpoints exist, even if the ledger was lost; default: trusts the
+                ledger.
+            fit: Number of the fit; default: the last fit that has a checkpoint.
         """
         known = self._safe if fit is None else {number: step for number, step in self._safe.items() if number == fit}
         if not known and run is not None:
@@ -145,14 +145,17 @@ class History:
         return next((each for each in reversed(self.of(Saved)) if each.tier == "local"), None)
 
     def not_restored(self, fit: int, attempts: int) -> NotRestored | None:
-        """What a number of attempts in a row have chosen and could not restore, as the last one has recorded it.
+        """The failure to restore the same checkpoint in this many consecutive attempts, as the last one recorded it.
 
         Args:
             fit: Number of the fit.
-            attempts: How many.
+            attempts: Number of attempts.
+
+        Returns:
+            ``None`` if there were fewer such attempts.
         """
         chosen: str | None = None
-        tries: list[list[NotRestored]] = []  # of what was chosen last, by attempt
+        tries: list[list[NotRestored]] = []  # for the last chosen checkpoint, by attempt
         for event in self.events:
             match event:
                 case NotRestored() if event.fit == fit and (event.generation or event.path) == chosen and tries:
@@ -169,20 +172,20 @@ class History:
 
     @property
     def is_finished(self) -> bool:
-        """Whether all ranks had finished when the launch last ended, and none were started since."""
+        """Whether all ranks had finished when the launch last ended, and no workers were started since."""
         ends = self.since(WorkersStart, LaunchExit)
         return bool(ends) and isinstance(ends[0], LaunchExit) and ends[0].status == "finished"
 
     @property
     def why_not_again(self) -> str | None:
-        """Why another start of the script is in vain, if it is; see :class:`.RepeatedMistake`."""
+        """Why another start of the script is useless; ``None`` if it is not. See :class:`.RepeatedMistake`."""
         return self._mistake.verdict
 
     def nodes_to_avoid(self, run_id: str | None) -> set[str]:
-        """The nodes that a rank on them has asked to go on without, since the workers were started.
+        """The nodes that one of their ranks has asked to exclude since the start of the job.
 
         Args:
-            run_id: Id of the rendezvous for which they were.
+            run_id: Id of the rendezvous of the job; for another job than the last one the result is empty.
         """
         return set(self._to_avoid) if run_id == self._run_id else set()
 
@@ -198,7 +201,7 @@ class History:
                     current = Allocation(event.time, event.slurm_job_id, event.slurm_restart_count)
                 current.launched = True
             case Fresh() | Resumed() if current is None or current.is_over_before(event.fit in self._fits):
-                current = Allocation(event.time)  # of a run without launcher
+                current = Allocation(event.time)  # a run without launcher
                 self._fits.clear()
         if current is None:
             return
@@ -214,10 +217,10 @@ class History:
 
 
 class LiveHistory:
-    """The history of a run that goes on: each event is folded once. For any thread.
+    """The history of a running run: each event is folded once. For any thread.
 
     Args:
-        ledger: Where it is recorded.
+        ledger: The run's ledger, or a reader of it.
     """
 
     def __init__(self, ledger: Ledger | Reader) -> None:
@@ -234,7 +237,7 @@ class LiveHistory:
         """
         with self._lock:
             events, order = self._ledger.read()
-            if self._order is not order:  # something has turned up that belongs further back
+            if self._order is not order:  # a new event belongs before known ones
                 self._history = History()
             self._order = None  # if a signal's handler raises, all is folded again
             for event in events[len(self._history.events) :]:
@@ -244,13 +247,13 @@ class LiveHistory:
 
 
 def read_history(path: str | os.PathLike[str]) -> History:
-    """The history in a ledger, to be read only: the same object goes on at the next call of this process.
+    """The history in a ledger. Do not change it: the next call in this process continues with the same object.
 
     Args:
         path: As for :func:`~.ledger.read_ledger`.
 
     Raises:
-        OSError: If it cannot be read.
+        OSError: If the ledger cannot be read.
     """
     reader = reader_of(path)
     return _histories.setdefault(os.fspath(reader.path), LiveHistory(reader)).now()
@@ -260,14 +263,14 @@ _histories: dict[str, LiveHistory] = {}
 
 
 def verified_step(event: Event) -> tuple[int, int] | None:
-    """Number of the fit and step up to which nothing can be lost from this event on, if it says so."""
+    """Number of the fit, and the step up to which nothing can be lost after this event; ``None`` for other events."""
     match event:
-        # What lies in node memory is progress once it was resumed from, and not before: it may be lost with its node.
+        # A state in node memory counts as progress only once it was resumed from: it may be lost with its node.
         case Resumed(tier="local" | "replica", step=int(step)):
             return event.fit or 0, step
         case Saved(tier=None | "" | "global", step=int(step)):
             return event.fit or 0, step
-        case Finished(step=int(step)) if event.saved is not False:  # there was no room for the final state, say
+        case Finished(step=int(step)) if event.saved is not False:  # false if, for example, the disk was full
             return event.fit or 0, step
     return None
 
@@ -281,18 +284,18 @@ class Allocation:
         job_id: The scheduler's id of the job; ``None`` without a scheduler.
         restart_count: How often it had been requeued.
         nodes: The names of its nodes, as far as they are known.
-        step_before: The highest verified step of its fit when it began; ``None``: no checkpoint yet.
-        step_after: The same now, or when the next one began.
-        advanced: Whether a step was verified that never was before.
-        launched: Whether ``launch`` has come up in it.
+        step_before: :attr:`History.verified_step` when it began; ``None``: no checkpoint yet.
+        step_after: The same now, or when the next allocation began.
+        advanced: Whether a higher step was verified than ever before.
+        launched: Whether ``launch`` has started in it.
         worker_groups: How often workers were started in it.
         ended: When it recorded its end; ``None`` if it never did.
         how: How it ended, in a few words.
-        then: What it recorded would follow.
-        suspects: The nodes that a rank on them has asked to go on without.
+        then: What it recorded as the next action.
+        suspects: The nodes that one of their ranks has asked to exclude.
         excluded: The nodes that the job must not get from here on.
-        last_seen: When anything was recorded in it last.
-        exit: What ``launch`` has recorded about its end; without launcher, what its last fit has.
+        last_seen: Time of its last event.
+        exit: The event in which ``launch`` has recorded its end; without launcher, the last fit's.
     """
 
     began: float
@@ -314,7 +317,7 @@ class Allocation:
 
     @property
     def has_launcher(self) -> bool:
-        """Whether failed workers are started again; a script that was started by itself is not."""
+        """Whether failed workers are started again; a script that was started without a launcher is not."""
         return self.launched or self.job_id is not None
 
     @property
@@ -325,7 +328,7 @@ class Allocation:
         return {FitInterrupted: "interrupted", Finished: "finished", Fault: "failed"}.get(type(self.exit))
 
     def is_over_before(self, is_fit_begun: bool) -> bool:
-        """Whether it was over when a fit began, which thus is of a run that was started without launcher."""
+        """Whether it was over when a fit began, so that the fit belongs to a run started without launcher."""
         if self.launched:
             return self.ended is not None or self.exit is not None
         return self.ended is not None or is_fit_begun
@@ -339,7 +342,7 @@ class Allocation:
                     self.nodes = [event.node]
             case Fresh() | Resumed():
                 if not self.launched:
-                    self.exit = None  # the script goes on with another fit
+                    self.exit = None  # the script continues with another fit
             case FitInterrupted() | Finished() | Fault() if not self.launched:
                 self.exit = event
             case WorkloadRequest(action="exclude_this_node"):
@@ -354,15 +357,15 @@ class Allocation:
 
 
 class FailureCounts:
-    """What counts against the budget.
+    """Counts the failures that count against the budget.
 
     Attributes:
-        at: How many failures came when, in seconds since the epoch.
+        at: Number of failures by time, in seconds since the epoch.
         in_job: Failures in the last job since the last progress.
         job_retries: Job retries since the last progress.
-        job_spent: Whether the launcher gave the workers up although nothing had advanced since it started them.
-        tries: How often each failure that is not overcome has come.
-        times: How often each failure has come at all.
+        job_spent: Whether the last job failed without any progress since the launcher started its workers.
+        tries: How often each failure that is not overcome has occurred.
+        times: How often each failure has occurred in total.
         last: The last failure.
     """
 
@@ -377,8 +380,8 @@ class FailureCounts:
         self._advanced = False  # since the launcher last started the workers
         self._previous_start: WorkersStart | None = None
         self._changes: list[RanksReplaced] = []  # of this job
-        self._group: list[Event] | None = None  # since workers of this job last recorded their start
-        self._ended: list[Event] | None = None  # the group before, whose end was counted as the last failure
+        self._group: list[Event] | None = None  # events since workers of this job last recorded their start
+        self._ended: list[Event] | None = None  # events of the group whose end was counted as the last failure
 
     @property
     def recurrence(self) -> str | None:
@@ -392,8 +395,8 @@ class FailureCounts:
 
         Args:
             event: The event.
-            verified: What :func:`verified_step` says of it.
-            has_advanced: Whether that is further than ever before.
+            verified: The result of :func:`verified_step` for it.
+            has_advanced: Whether that step is higher than ever before.
         """
         if has_advanced:
             self._advanced = True
@@ -426,7 +429,7 @@ class FailureCounts:
             case JobFailed():
                 self._fail(event, 1)
                 self.job_spent = not self._advanced
-            case LauncherKilled():  # by a person or with its node: counts per day only
+            case LauncherKilled():  # by a person or with its node: counts only for the limit per day
                 self.at[event.time] += 1
             case GiveUp() | LaunchExit(status="halted"):  # a launch after that begins with a fresh budget
                 self._refill()
@@ -436,7 +439,7 @@ class FailureCounts:
             self._group.append(event)
 
     def in_job_with(self, start: WorkersStart) -> int:
-        """What :attr:`in_job` would be if these workers were the next that have started."""
+        """The value that :attr:`in_job` would have if these workers were the next to start."""
         grown = growths(self._changes, start.elastic_run_id)
         return self.in_job + _failed_before(start, self._previous_start, grown)
 
@@ -450,7 +453,7 @@ class FailureCounts:
         self.at[event.time] += count
         if not count:
             return
-        # If it is more than one, the others were gone before they could record anything.
+        # If more than one group failed, the other groups ended before they could record anything.
         self._ended = self._group
         self._count_last()
 
@@ -461,7 +464,7 @@ class FailureCounts:
             self.times[self.last] += 1
 
     def _say_why(self, event: Event) -> None:
-        """Takes into account what was recorded of the last failure after the next workers had begun."""
+        """Takes an event of the last failure into account that was recorded after the next workers had begun."""
         if self._ended is None or self.last is None or is_late(event, self._ended[0]):
             return
         self.times[self.last] -= 1
@@ -471,10 +474,10 @@ class FailureCounts:
 
 
 def _failed_before(start: WorkersStart, previous: WorkersStart | None, grown: Collection[int]) -> int:
-    """How many worker groups of the same job failed between two starts; those that got far enough have recorded one.
+    """How many worker groups of the same job failed between two recorded starts; some fail before they record a start.
 
-    The elastic launcher's restart count says so, but it counts per node: with several nodes any start after the first
-    is a failure, unless a node has merely joined. ``launch --elastic`` counts what it has ``grown`` by newcomers, too.
+    The elastic launcher's restart count gives it, but per node: with several nodes any start after the first is a
+    failure, unless a node has merely joined. ``launch --elastic`` also counts admissions of joining ranks (``grown``).
     """
     restarts = start.restart_count or 0
     before = -1 if previous is None else previous.restart_count or 0
@@ -496,11 +499,11 @@ _TROUBLES = {
 
 
 def troubles(events: Iterable[Event], fit: int | None = None) -> str:
-    """What went wrong in a run although it went on, as a clause; empty if nothing did.
+    """The problems that a run has had and survived, as a clause; empty if there were none.
 
     Args:
         events: Its ledger.
-        fit: Only in this fit; default: in all.
+        fit: Only this fit; default: all fits.
     """
     found = set()
     for event in events:

@@ -1,4 +1,4 @@
-"""What each interruption of a run has cost: pure functions over a ledger's events."""
+"""Finds the interruptions of a run and their costs: pure functions over a ledger's events."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ class Interruption:
     """An end of the workers that was not the end of the run.
 
     Args:
-        time: When the last event that belongs to it was recorded.
+        time: When the last event that belongs to it was recorded, in seconds since the epoch.
         kind: ``crash``, ``preempted`` or ``launcher killed``.
-        reason: What was recorded about it.
+        reason: The recorded reason.
         reached_step: The furthest known step of the workers that it ended.
-        resumed_step: The step from which their successors went on; 0 if from the beginning.
-        seconds_lost: From the moment whose state was resumed until training went on from it.
-        is_reached_known: Whether the workers have recorded at their end how far they were. Those that were killed have
-            not, and got as far as ``reached_step`` at least.
+        resumed_step: The step from which the next workers resumed; 0 if from the beginning.
+        seconds_lost: From the time of the resumed state until training continued from it.
+        is_reached_known: Whether the workers have recorded their step at their end. Killed workers have not, and
+            reached at least ``reached_step``.
     """
 
     time: float
@@ -57,14 +57,14 @@ class Interruption:
 
     @property
     def steps_lost(self) -> int | None:
-        """How many steps had to be done again, as far as is known."""
+        """How many steps had to be done again; ``None`` if unknown."""
         if self.reached_step is None or self.resumed_step is None:
             return None
         return max(0, self.reached_step - self.resumed_step)
 
 
 def interruptions(events: Iterable[Event]) -> list[Interruption]:
-    """The interruptions in a ledger, oldest first: one for every group of workers that ended before the run had."""
+    """The interruptions in a ledger, oldest first: one for each group of workers that ended before the run did."""
     found = []
     states: dict[int | None, float] = {}
     for before, after in pairwise([*_groups(events), []]):
@@ -73,12 +73,12 @@ def interruptions(events: Iterable[Event]) -> list[Interruption]:
             continue
         interrupted = [event.fit for event in before if isinstance(event, (Resumed, Fresh))][-1:]
         starts = [event for event in after if isinstance(event, (Resumed, Fresh))]
-        # A script with several fits goes through those before it first.
+        # A script with several fits goes through the earlier fits first.
         began = next((event for event in starts if event.fit in interrupted), starts[0] if starts else None)
         resumed = (began.step if isinstance(began, Resumed) else 0) if began is not None else None
         fit = None if began is None else began.fit
         steps = [(event, step) for event, step in _with_steps(before) if getattr(event, "fit", None) == fit]
-        # What was resumed is the state of a save, or the one with which the interrupted workers had begun themselves.
+        # The resumed state is from a save, or the state with which the interrupted workers themselves had begun.
         lost_since = states.get(resumed, before[0].time)
         if isinstance(began, Resumed) and began.saved_at is not None:
             lost_since = began.saved_at
@@ -98,7 +98,7 @@ def interruptions(events: Iterable[Event]) -> list[Interruption]:
 
 
 def repeated_failures(events: Iterable[Event]) -> dict[Failure, int]:
-    """The failures that came more than once, and how often."""
+    """The failures that occurred more than once, and how often."""
     times = Counter(
         Failure.of(before)
         for before, after in pairwise([*_groups(events), []])
@@ -114,7 +114,7 @@ def _with_steps(events: Iterable[Event]) -> Iterator[tuple[Event, int]]:
 
 
 def _groups(events: Iterable[Event]) -> list[list[Event]]:
-    """The events of each group of workers, with what the launcher records about its end."""
+    """The events of each group of workers, including the launcher's records of its end."""
     groups: list[list[Event]] = []
     begun: set[int | None] = set()
     changes: list[RanksReplaced] = []
@@ -123,7 +123,7 @@ def _groups(events: Iterable[Event]) -> list[list[Event]]:
             changes.append(event)
         if groups and isinstance(event, WorkersStart) and event.restart_count in growths(changes, event.elastic_run_id):
             begun.clear()
-            groups[-1].append(event)  # nobody had ended
+            groups[-1].append(event)  # no rank had ended
             continue
         # Without our launcher no start is recorded, but no process begins the same fit twice.
         begins_fit_again = isinstance(event, (Resumed, Fresh)) and (event.fit in begun or not groups)
@@ -146,7 +146,7 @@ def _was_interrupted(before: list[Event], after: list[Event]) -> bool:
         return not isinstance(last, Finished) and (bool(after) or isinstance(last, (Fault, FitInterrupted)))
     is_halted = any(isinstance(event, ScriptOutcome) and event.status == "halted" for event in before)
     if is_halted and not any(isinstance(event, (Fault, FitHalted, Fresh, Resumed)) for event in before):
-        return False  # started by the elastic launcher, only to say that it would be in vain
+        return False  # the elastic launcher started it, and it only reported that a start is useless
     is_running = not after and not exits and not any(isinstance(event, JobFailed) for event in before)
     return not is_running and not any(event.status == "finished" for event in exits)
 

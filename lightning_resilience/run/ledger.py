@@ -1,18 +1,18 @@
-"""What happened to a run: files of JSON lines that are only appended to, one for each writer. No torch, no Lightning.
+"""The ledger of a run: append-only files of JSON lines with its events, one per writer. No torch, no Lightning.
 
-Every line is one event: ``{"event": ..., "time": seconds since the epoch, "rank": ..., "node": ..., ...}``. A line is
-written by a single ``write`` to a file opened for appending, so processes that write at once do not mix their lines,
-and a ``kill -9`` costs at most the line being written. A torn line is skipped by the reader.
+Every line is one event: ``{"event": ..., "time": seconds since the epoch, "rank": ..., "node": ..., ...}``. A single
+``write`` to a file opened for appending writes a line, so processes that write at the same time do not mix their lines,
+and a ``kill -9`` costs at most the line being written. Readers skip a torn line.
 
-**A writer** is a file system as one kernel has mounted it: ``ledger/<host>-<id>.jsonl``. Appending is up to the kernel:
-on one host lines never mix, but when several hosts append to one file over NFS they do, and overwrite each other. So
-each host has a file of its own.
+**A writer** is a mount of the file system in one kernel; its file is ``ledger/<host>-<id>.jsonl``. The kernel does the
+appending: on one host lines never mix. But if several hosts append to one file over NFS, their lines mix and overwrite
+each other. So each host has its own file.
 
-**The order** is the same for all who read, whatever the clocks of the hosts say. Each line has a place in it
-(``order``): the writer's clock, moved forward by as much as it takes to come after everything that the process has read
-or written. So an effect follows its cause, and unrelated events are ordered by the clocks. Within a
-file the order is that of the lines, and equals are ordered by the names of their files. First comes what earlier
-versions have written, into one file ``ledger.jsonl`` beside the folder.
+**The order** is the same for all readers, even if the clocks of the hosts differ. Each line has a position
+(``order``): the writer's clock, moved forward to come after everything that the process has read or written. So an
+effect follows its cause, and unrelated events are ordered by the clocks. Within a file the lines keep their order, and
+equal positions are ordered by the file names. Events of earlier versions, which wrote one file ``ledger.jsonl`` next to
+the folder, come first.
 """
 
 from __future__ import annotations
@@ -41,23 +41,24 @@ log = logging.getLogger(__name__)
 _FOLDER = "ledger"  # in a run directory
 _TICK_S = 1e-6
 _BEGIN = 256
-"""How many bytes of a file tell it from another one that has its name: they have the time of its first line."""
+"""How many bytes at the start identify a file: they hold the time of its first line, unlike a new file of its name."""
 
 _readers: dict[str, Reader] = {}
 
 _latest: dict[str, float] = {}
-"""The last place in the order of each ledger that this process knows of."""
+"""The last position (``order``) in each ledger that this process knows."""
 
 
 class Ledger:
     """Appends events to a run's ledger, and follows it.
 
-    Writing never ends a training: if the storage is full or gone, the event is logged instead and training goes on.
+    Writing never ends a training: if the storage is full or gone, the event is logged instead and training continues.
 
     Args:
         path: The ledger's folder; it is created.
         rank: Written into every event; ``None`` for the launcher, which is no rank.
-        only_reads: Whether nothing is recorded through it: another thread may record meanwhile.
+        only_reads: Whether this object is never used to record, so that its reads do not affect the positions of
+            events that another thread records.
         on_record: Called with every event that this object has appended, in the thread that has recorded it.
     """
 
@@ -79,7 +80,7 @@ class Ledger:
         """Appends one event, with the time, this rank and this node.
 
         Args:
-            event: What happened; its fields must be JSON-serialisable.
+            event: The event; its fields must be JSON-serializable.
         """
         now = time.time()
         line = {"event": event.name, "time": now, "order": self._next(now), "rank": self.rank, "node": node_name()}
@@ -89,8 +90,8 @@ class Ledger:
             self.path.mkdir(parents=True, exist_ok=True)
             fd = os.open(_own_file(self.path), os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
             try:
-                # A process killed in the middle of its line left no newline: begin a fresh line, or two events are
-                # lost.
+                # A process killed in the middle of its line left no newline. Begin a fresh line, otherwise two events
+                # are lost.
                 size = os.fstat(fd).st_size
                 torn = size > 0 and os.pread(fd, 1, size - 1) != b"\n"
                 whole = (b"\n" if torn else b"") + data + b"\n"
@@ -109,33 +110,33 @@ class Ledger:
 
     def _next(self, now: float) -> float:
         latest = _latest.get(os.fspath(self.path), -math.inf)
-        # Not only for this event: what this process records next comes later by as much time as it takes.
+        # The offset stays for later events of this process, so that their distances in time are kept.
         self._ahead_s = max(self._ahead_s, latest + _TICK_S - now)
         place = _latest[os.fspath(self.path)] = min(now + self._ahead_s, LAST_TIME)
         return place
 
     def events(self) -> list[Event]:
-        """All events in their order. What was read before is not read again.
+        """All events in their order. Lines that were read before are not read again.
 
         Raises:
-            OSError: If it cannot be read.
+            OSError: If the ledger cannot be read.
         """
         return self.read()[0]
 
     def read(self) -> tuple[list[Event], object]:
         """See :meth:`Reader.read`."""
         with suppress(OSError):
-            os.utime(self.path)  # a client of NFS shows a folder as it was a while ago, unless it has changed it
+            os.utime(self.path)  # an NFS client may show an old state of a folder, unless it has changed the folder
         return (self._reader or reader_of(self.path)).read()
 
     def catch_up(self) -> None:
-        """Has what is recorded next come after all that others have recorded by now, also if their clocks are ahead."""
+        """Makes later events come after everything that others have recorded so far, even if their clocks are ahead."""
         with suppress(OSError):
             reader_of(self.path).read()
 
 
 def _own_file(folder: Path) -> Path:
-    """The file of this kernel and mount. Two containers on a host share it if, and only if, they may."""
+    """The file of this kernel and mount. Two containers on a host share it exactly if that is safe."""
     boot = ""
     with suppress(OSError):
         boot = boot_id()
@@ -144,7 +145,7 @@ def _own_file(folder: Path) -> Path:
 
 
 def node_name() -> str:
-    """The name of this node: in a Slurm job that which Slurm knows it by, else that of the host."""
+    """The name of this node: in a Slurm job the name that Slurm uses, otherwise the host name."""
     return os.environ.get("SLURMD_NODENAME") or platform.node()
 
 
@@ -155,11 +156,11 @@ def read_ledger(path: str | os.PathLike[str]) -> list[Event]:
         path: The run directory, or the folder ``ledger`` in it.
 
     Returns:
-        The events in their order; none where there is no ledger. Their classes are in
+        The events in their order; empty if there is no ledger. Their classes are in
         ``lightning_resilience.run.events``.
 
     Raises:
-        OSError: If it cannot be read.
+        OSError: If the ledger cannot be read.
 
     Example:
         >>> import lightning_resilience as lr
@@ -170,7 +171,7 @@ def read_ledger(path: str | os.PathLike[str]) -> list[Event]:
 
 
 def reader_of(path: str | os.PathLike[str]) -> Reader:
-    """What reads a ledger for all of this process: the start of a rank asks for its events ten times.
+    """The reader of a ledger that this whole process shares: the start of a rank asks for the events ten times.
 
     Args:
         path: As for :func:`read_ledger`.
@@ -189,14 +190,14 @@ def is_ledger(path: str | os.PathLike[str]) -> bool:
     try:
         return bool(_files_of(Path(path)))
     except OSError:
-        return os.path.lexists(path)  # reading it raises what is wrong
+        return os.path.lexists(path)  # reading it then raises the error
 
 
 @dataclass
 class _File:
     """How far a file has been read."""
 
-    size: int = 0  # of what was read
+    size: int = 0  # bytes read
     lines: int = 0
     skipped: int = 0
     order: float = -math.inf
@@ -208,14 +209,14 @@ _POSITION = operator.itemgetter(0)
 
 
 class Reader:
-    """Reads the files of a ledger again and again, and each line once. For any thread.
+    """Reads the files of a ledger repeatedly, but each line only once. For any thread.
 
     Args:
         path: The ledger's folder.
-        moves_order: Whether what this process records comes after what was read.
+        moves_order: Whether later events of this process come after the events that were read.
 
     Attributes:
-        path: The same.
+        path: The ledger's folder.
     """
 
     def __init__(self, path: Path, moves_order: bool = True) -> None:
@@ -227,7 +228,7 @@ class Reader:
         self._lock = threading.Lock()
 
     def read(self) -> tuple[list[Event], object]:
-        """All events in their order, and what is another object when some belong before what was known already.
+        """All events in their order, and an object that is replaced when new events belong before known ones.
 
         Raises:
             OSError: If the ledger cannot be read.
@@ -237,7 +238,7 @@ class Reader:
                 try:
                     return self._read(), self._order
                 except BaseException as error:  # also of a signal's handler
-                    self._begin_anew()  # of what comes before, something has been read and not been kept
+                    self._begin_anew()  # some lines have been read but their events not kept
                     if not isinstance(error, _Another):
                         raise
 
@@ -252,7 +253,7 @@ class Reader:
         if new and self._found and new[0][0] < self._found[-1][0]:
             self._order = object()
         if new:
-            self._found = sorted(self._found + new, key=_POSITION)  # next to nothing where it is in order already
+            self._found = sorted(self._found + new, key=_POSITION)  # nearly free if they are in order already
         if new and self._moves_order:
             name = os.fspath(self.path)
             _latest[name] = max(self._found[-1][0][0], _latest.get(name, -math.inf))
@@ -260,7 +261,7 @@ class Reader:
 
     @property
     def skipped(self) -> int:
-        """How many lines were no events: torn by a kill, damaged, or of another version."""
+        """Number of lines that were no events: torn by a kill, damaged, or of another version."""
         return sum(each.skipped for each in self._files.values())
 
     def _begin_anew(self) -> None:
@@ -270,7 +271,7 @@ class Reader:
 
 
 class _Another(Exception):
-    """A file is not the one that was read."""
+    """A file is not the same as the one read before."""
 
 
 def _files_of(path: Path) -> list[Path]:
@@ -293,7 +294,7 @@ def _read_on(path: Path, is_old: bool, read: _File) -> Iterator[tuple[_Position,
         for line in file:
             found = _parse(line)
             if found is None and not line.endswith(b"\n"):
-                return  # it is being written, or its writer was killed
+                return  # the line is being written, or its writer was killed
             read.size += len(line)
             read.lines += 1
             if found is None:
@@ -305,7 +306,7 @@ def _read_on(path: Path, is_old: bool, read: _File) -> Iterator[tuple[_Position,
 
 
 def _parse(line: bytes) -> tuple[float, Event] | None:
-    """The event that a line holds, and its place in the order by its writer's clock."""
+    """The position (``order``) of a line, and its event; ``None`` if it holds none."""
     try:
         content = json.loads(line)
     except (ValueError, RecursionError):

@@ -1,16 +1,16 @@
-"""What a run would have taken under another setting: its own figures, replayed. Pure functions; no torch, no Lightning.
+"""Replays a run's figures to find the time it takes with other settings. Pure functions; no torch, no Lightning.
 
-**The model.** A run has a number of steps to do. Its workers start, go back to the last complete save, and train, which
-saves interrupt, until an interruption strikes or the steps are done. An interruption costs what was recorded of it
-(until it was found, the workers had ended, new ones trained), and the steps since the save are done again.
+**The model.** A run has a number of steps to do. Its workers start, resume from the last complete save, and train,
+delayed by saves, until an interruption strikes or the steps are done. An interruption costs the recorded time (until it
+was found, the workers had ended and new workers trained), and the steps since the save are done again.
 
-**Recorded interruptions** strike after the time of training (steps and saves, over all restarts) after which they did;
-rollbacks at the step at which they were found. As long as nothing about saves is changed, as many steps are done again
-as were. With a mean time between interruptions given, they come at random
-instead (a Poisson process of that time), each at the cost of a recorded one, and the result is the mean of many draws.
-Steps are alike, and validation is spread over all of them.
+**Recorded interruptions** strike after the same time of training (steps and saves, over all restarts) as in the run,
+and rollbacks at the step at which they were found. If nothing about saves is changed, as many steps are done again as
+in the run. If a mean time between interruptions is given, they come at random instead (a Poisson process with that
+mean), each with the cost of a recorded interruption, and the result is the mean of many draws. All steps take the same
+time, and validation is spread over them.
 
-Seconds are those of a rank: the mean of all.
+Seconds are per rank: the mean of all ranks.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ class Saves:
     """How often a run saves to one tier, and what it costs.
 
     Attributes:
-        every_s: Seconds from the start of a save to that of the next.
-        every_steps: Steps from one to the next, which are multiples of this; ``None``: it goes by ``every_s``.
-        blocked_s: For how long the training waits.
-        write_s: From its start until it is complete.
+        every_s: Seconds from the start of a save to the start of the next.
+        every_steps: Saves are at multiples of this number of steps; ``None``: ``every_s`` decides.
+        blocked_s: Seconds for which the training waits.
+        write_s: Seconds from the start of a save until it is complete.
         first_steps: Steps from a start to the first save, after which intervals double up to ``every_s``; ``None``: the
-            first interval is as long as all others.
+            first interval is as long as the other intervals.
     """
 
     every_s: float
@@ -54,15 +54,15 @@ class Strike:
     """An interruption, or a rollback in the same processes.
 
     Attributes:
-        after_s: Seconds of training before it, over all restarts; infinite: it comes at a step.
-        at_step: The step at which it comes; ``None``: it comes after a time.
-        cause: As in the account.
+        after_s: Seconds of training before it, over all restarts; infinite for one that comes at a step.
+        at_step: The step at which it comes (a rollback); ``None`` for one that comes after a time.
+        cause: As in :class:`~.goodput.InterruptionCost`.
         is_orderly: Whether the state was saved because of it.
-        is_damaged: Whether it was, and could not be loaded.
-        keeps_local: Whether local saves outlive it.
-        lost_steps: How many steps were done again because of it; ``None``: to be found out, by when saves are.
-        limit_s: The timeout of a step that found a hang; ``None``: not known, or no hang of a step.
-        seconds: What it has cost by category, without the steps done again.
+        is_damaged: Whether the state was saved because of it, but could not be loaded.
+        keeps_local: Whether local saves survive it.
+        lost_steps: How many steps were done again because of it; ``None``: computed from the times of saves.
+        limit_s: The timeout of a step by which a hang was found; ``None`` if unknown, or for no hang of a step.
+        seconds: Its cost in seconds by category, without the steps done again.
     """
 
     after_s: float
@@ -78,19 +78,19 @@ class Strike:
 
 @dataclass(frozen=True)
 class RunFigures:
-    """What a run consists of, in seconds of a rank.
+    """The parts of a run's time, in seconds per rank.
 
     Attributes:
-        ranks: How many it has.
-        steps: How many it has done, each counted once.
+        ranks: Number of ranks.
+        steps: Number of steps done, each counted once.
         step: Seconds of a step by category; ``productive`` is the step proper.
-        once: What comes once, by category: the first start and the end.
-        strikes: What has interrupted it, in the order of time.
-        saves: To the run directory; ``None``: none.
-        local_saves: To each node; ``None``: none.
-        trained_s: Seconds of training, over all restarts; the interruptions are those of this time.
-        mtbf_s: Mean seconds of training between two interruptions, which come at random then, each as one of those in
-            ``strikes``; ``None``: when they did.
+        once: Seconds of costs that occur once (the first start and the end), by category.
+        strikes: Its interruptions and rollbacks, in the order of time.
+        saves: Regular saves to the run directory; ``None`` if there are none.
+        local_saves: Local saves; ``None`` if there are none.
+        trained_s: Seconds of training, over all restarts, in which the interruptions came.
+        mtbf_s: Mean seconds of training between two interruptions, which then come at random with the costs of those in
+            ``strikes``; ``None``: the recorded interruptions strike at their times.
     """
 
     ranks: int
@@ -105,33 +105,33 @@ class RunFigures:
 
     @property
     def step_s(self) -> float:
-        """Seconds of a step with all that comes between two."""
+        """Seconds of a step, including everything between two steps."""
         return sum(self.step.values())
 
     @property
     def interruptions(self) -> list[Strike]:
-        """Those after which workers were started."""
+        """The strikes after which new workers were started."""
         return [each for each in self.strikes if each.at_step is None]
 
     @property
     def recorded_mtbf_s(self) -> float | None:
-        """Mean seconds of training between two interruptions; ``None``: it had none."""
+        """Mean seconds of training between two interruptions; ``None`` if it had none."""
         return self.trained_s / len(self.interruptions) if self.interruptions else None
 
     @property
     def rollbacks(self) -> list[Strike]:
-        """Those in the same processes, in the order of their steps."""
+        """The strikes in the same processes (rollbacks), in the order of their steps."""
         return sorted((each for each in self.strikes if each.at_step is not None), key=lambda each: each.at_step or 0)
 
 
 @dataclass(frozen=True)
 class Replayed:
-    """What a run takes.
+    """The result of a replay.
 
     Attributes:
-        seconds: Of a rank, by category; of several draws, the mean.
-        interruptions: How many there are; the mean.
-        spread: Standard deviation of the ETTR over the draws; 0 for a single one.
+        seconds: Seconds per rank, by category; the mean of several draws.
+        interruptions: Number of interruptions; the mean of several draws.
+        spread: Standard deviation of the ETTR over the draws; 0 for a single draw.
     """
 
     seconds: Mapping[str, float]
@@ -150,20 +150,20 @@ class Replayed:
 
     @property
     def total_s(self) -> float:
-        """All seconds of a rank."""
+        """Total seconds per rank."""
         return sum(self.seconds.values())
 
 
 class NeverEnds(ValueError):
-    """The run would not get to its end: interruptions come before it advances."""
+    """The run would not reach its end: interruptions come before it advances."""
 
 
 def replay(figures: RunFigures, draws: int = 200) -> Replayed:
-    """What the run takes.
+    """Replays a run.
 
     Args:
-        figures: Of the run, changed as it is asked.
-        draws: How often it is done with interruptions at random times, the same times in each call.
+        figures: The figures of the run, with any changes.
+        draws: Number of draws for interruptions at random times; each call uses the same times.
 
     Raises:
         NeverEnds: If it would be interrupted more than 10,000 times.
@@ -172,7 +172,7 @@ def replay(figures: RunFigures, draws: int = 200) -> Replayed:
         return _play(figures, iter(figures.interruptions))
     mtbf_s = figures.mtbf_s
     drawn = [_play(figures, _at_random(figures, mtbf_s, random.Random(number))) for number in range(draws)]
-    names = dict.fromkeys(name for each in drawn for name in each.seconds)  # not a set: sums differ by the order
+    names = dict.fromkeys(name for each in drawn for name in each.seconds)  # not a set: sums depend on the order
     return Replayed(
         {name: statistics.fmean(each.seconds.get(name, 0.0) for each in drawn) for name in names},
         statistics.fmean(each.interruptions for each in drawn),
@@ -181,7 +181,7 @@ def replay(figures: RunFigures, draws: int = 200) -> Replayed:
 
 
 def _at_random(figures: RunFigures, mtbf_s: float, chance: random.Random) -> Iterator[Strike]:
-    """Interruptions at random times, each as a recorded one."""
+    """Interruptions at random times, each with the costs of a recorded one."""
     kinds, at = figures.interruptions, 0.0
     for _ in range(_MOST_INTERRUPTIONS):
         at += chance.expovariate(1 / mtbf_s)
@@ -228,11 +228,11 @@ class _Course:
     """Training from a checkpoint on, without interruption. Its first step belongs to the start.
 
     Args:
-        figures: Of the run.
-        position: The step from which it goes on.
+        figures: Figures of the run.
+        position: The step from which it resumes.
 
     Attributes:
-        first: The step after the first one.
+        first: The number of steps done after its first step.
     """
 
     def __init__(self, figures: RunFigures, position: float) -> None:
@@ -255,7 +255,7 @@ class _Course:
         self._period_s = max(every_s, saves.write_s, saves.blocked_s + self._step_s)
 
     def _blocked_s(self, length_s: float) -> float:
-        """For how long saves to the run directory have held it up."""
+        """Seconds for which saves to the run directory have delayed it."""
         if length_s < self._begin_s:
             return 0.0
         assert self._figures.saves is not None
@@ -264,11 +264,11 @@ class _Course:
         return before * blocked_s + min(since_s, blocked_s)
 
     def step_after(self, length_s: float) -> float:
-        """The step after so many seconds."""
+        """The step reached after ``length_s`` seconds."""
         return self.first + (length_s - self._blocked_s(length_s)) / self._step_s
 
     def seconds_to(self, step: float) -> float:
-        """How long it takes to a step."""
+        """Seconds until ``step`` is reached."""
         work_s = max(step - self.first, 0.0) * self._step_s
         if self._figures.saves is None or work_s <= self._begin_s:
             return work_s
@@ -277,7 +277,7 @@ class _Course:
         return work_s + saves * blocked_s
 
     def saved(self, length_s: float) -> float:
-        """The step of the last complete save to the run directory after so many seconds; 0: none."""
+        """The step of the last complete save to the run directory after ``length_s`` seconds; 0 if there is none."""
         if self._figures.saves is None:
             return 0.0
         return self._last(length_s, self._figures.saves, self._begin_s, self._period_s)
@@ -296,7 +296,7 @@ class _Course:
         return max(last, self._last(length_s, local, first[-1], every_s))
 
     def _first_saves(self, saves: Saves, every_s: float) -> list[float]:
-        """When the first saves begin, until intervals are as long as all others."""
+        """The times at which saves begin while intervals are still growing."""
         at_s, interval_s = max((saves.first_steps or 0) - 1, 0.0) * self._step_s, 0.0
         found = [at_s]
         while interval_s < every_s:
@@ -310,12 +310,12 @@ class _Course:
         return self.step_after(begin_s + complete * period_s) if complete >= 0 else 0.0
 
     def add_to(self, seconds: defaultdict[str, float], length_s: float, reached: float, furthest: float) -> None:
-        """Adds what it takes.
+        """Adds the time of this course.
 
         Args:
-            seconds: By category; get it.
-            length_s: How long it goes on.
-            reached: The step that it gets to.
+            seconds: Sums by category, to which it is added.
+            length_s: Length of the course.
+            reached: The step that it reaches.
             furthest: The step up to which steps are done again.
         """
         steps = reached - self.first

@@ -2,30 +2,30 @@
 
 ```
 RUN_DIR/
-  ledger/             what happened: one file for each host that has written (see ledger.py)
-  run.json            a name that no other run has, and which directory it belongs to
-  copy-of-*.json      where this directory is a copy of another run's: the name that it has got instead
+  ledger/             the events: one file for each host that has written (see ledger.py)
+  run.json            a name that no other run has, and the directory to which it belongs
+  copy-of-*.json      if this directory is a copy of another run's: its new name
   attempt.json        the token of the processes that may write now; a late process of an older attempt may not
-  trainer.json        the process that trains here now; one of another job on its host is refused
+  trainer.json        the process that trains here now; a process of another job on its host is refused
   outcome.json        how the script ended last
-  command.txt         the script and its arguments, as they were launched last
-  fresh.json          the runs that were begun afresh beside this one, by --fresh; the newest is gone on with
+  command.txt         the script and its arguments of the last launch
+  fresh.json          the runs that --fresh has begun next to this one; the newest of them continues
   errors/             the errors of the script, each with its whole traceback
-  launches/           the launches of this run that are at work now, each with its host and process; one decides
-  decision.json       with several nodes: what the first node has decided for all
+  launches/           the present launches of this run, each with its host and process; one decides
+  decision.json       with several nodes: what the first node has decided for all nodes
   elastic/            the elastic launcher's own files
-  logs/               what the ranks have written (see launch/rank_logs.py); launcher-NODE.log: the elastic launcher
-  not-shown.log       output for which there was no terminal any more, or no reader, or no room on its disk
+  logs/               the output of the ranks (see launch/rank_logs.py); launcher-NODE.log: the elastic launcher
+  not-shown.log       output whose terminal or reader was gone, or whose disk was full
   fit-000/            one folder for every fit of the script, in the order in which the script makes them
     fingerprint.json  what the fit trains: module class and parameter shapes
-    settings.json     what it was given at its last start: hyper-parameters, optimizers, data, limits
+    settings.json     the settings of its last start: hyper-parameters, optimizers, data, limits
     outcome.json      how this fit ended last
-    failed_start.json how a later start of it ended before it trained anything, if the fit had finished
+    failed_start.json how a later start of the finished fit ended before it trained anything
     condemned.json    checkpoints that have turned out to be bad after they were loaded
-    courses.json      at which steps the fit has left a course for another one
+    courses.json      the steps at which the fit has left a course for another one
     nan_guard.json    number of rollbacks, and the batches that the fit skips
     checkpoints/      step-000000000012.ckpt ...
-    quarantine/       what failed its verification, with the reason beside it
+    quarantine/       checkpoints that failed verification, each with the reason next to it
 ```
 """
 
@@ -54,45 +54,45 @@ NOT_SHOWN = "not-shown.log"
 """The file in a run directory for output that could not be shown."""
 
 RUN_DIR_VARIABLE = "LIGHTNING_RESILIENCE_RUN_DIR"
-"""Environment variable in which ``lightning-resilience launch`` tells the workers their run directory."""
+"""Environment variable in which ``lightning-resilience launch`` gives the workers their run directory."""
 
 LOCAL_DIR_VARIABLE = "LIGHTNING_RESILIENCE_LOCAL_DIR"
-"""Environment variable in which ``lightning-resilience launch --local-dir`` says where local checkpoints are kept."""
+"""Environment variable with the folder for local checkpoints, set by ``lightning-resilience launch --local-dir``."""
 
 OFF_VARIABLE = "LIGHTNING_RESILIENCE_OFF"
 """Environment variable that turns the package off: with ``1`` callbacks and recipes do nothing in any Trainer."""
 
 WORKER_PID_VARIABLE = "LIGHTNING_RESILIENCE_WORKER_PID"
-"""Environment variable with the process that runs the launched script. A fit in a child process of it (a parallel
-search, say) is none of the run's."""
+"""Environment variable with the id of the process that runs the launched script. A fit in a child process of it (such
+as a parallel search) does not belong to the run."""
 
 ELASTIC_VARIABLE = "LIGHTNING_RESILIENCE_ELASTIC"
-"""Environment variable of ranks that ``launch --elastic`` has started, and so replaces one by one: ``hold`` if the
-others wait for the one that is lost, ``go_on`` if they may go on without it."""
+"""Environment variable of ranks started by ``launch --elastic``, which replaces single ranks: ``hold`` if the other
+ranks wait for the replacement of a lost rank, ``go_on`` if they may keep training without it."""
 
 REPLACES_STRAGGLERS_VARIABLE = "LIGHTNING_RESILIENCE_REPLACE_STRAGGLERS"
-"""Environment variable of those that it replaces, too, if they are slow."""
+"""Environment variable of ranks that ``launch --elastic`` also replaces if they are slow."""
 
 JOINS_VARIABLE = "LIGHTNING_RESILIENCE_JOINS"
-"""Environment variable of a rank that others may have gone on without: it waits in its first fit to be taken in."""
+"""Environment variable of a joining rank: others may train without it, so it waits in its first fit to be admitted."""
 
 Status = Literal["finished", "interrupted", "failed", "halted"]
 """How a fit or a script ended.
 
-``finished``: there is nothing left to do. ``interrupted``: stopped on purpose and resumable. ``failed``: an error; may
-be tried again within the budget. ``halted``: a verdict that trying again cannot change.
+``finished``: nothing is left to do. ``interrupted``: stopped on purpose and resumable. ``failed``: an error; may be
+retried within the budget. ``halted``: a verdict that a retry cannot change.
 """
 
 
 def is_turned_off() -> bool:
-    """Whether the environment says that callbacks and recipes do nothing."""
+    """Whether the environment turns callbacks and recipes off."""
     return os.environ.get(OFF_VARIABLE, "").lower() in ("1", "true", "yes", "on")
 
 
 def is_started_again() -> bool:
-    """Whether the workers are started again after they were ended.
+    """Whether a launcher starts the workers again after their end.
 
-    Where they are not, a slow rank is not ended: a callback that rarely takes long would cost the run.
+    If not, a slow or overdue rank is not ended: otherwise a callback that rarely takes long would cost the run.
     """
     return RUN_DIR_VARIABLE in os.environ or int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0
 
@@ -107,7 +107,7 @@ class Outcome:
         step: ``trainer.global_step`` at the end, if a fit had begun.
         attempt: Token of the attempt that wrote this (see :meth:`RunDirectory.claim`).
         time: Seconds since the epoch.
-        details: Whatever else the writer knows, JSON-serialisable.
+        details: Further information from the writer, JSON-serializable.
     """
 
     status: Status
@@ -124,12 +124,12 @@ class Outcome:
 
     @staticmethod
     def read(path: str | os.PathLike[str]) -> Outcome | None:
-        """The outcome at ``path``, or ``None`` if there is none that can be read."""
+        """The outcome at ``path``, or ``None`` if it does not exist or cannot be read."""
         return Outcome.of(read_json(path))
 
     @staticmethod
     def of(content: dict[str, Any] | None) -> Outcome | None:
-        """What was written down of one; ``None`` if it is none."""
+        """The outcome in the parsed JSON of its file; ``None`` if ``content`` is no outcome."""
         if content is None or content.get("status") not in get_args(Status):
             return None
         step, attempt, written, details = (content.get(key) for key in ("step", "attempt", "time", "details"))
@@ -151,15 +151,15 @@ class StaleAttempt(SystemExit):
 
 
 class AnotherFit(RuntimeError):
-    """The run directory holds another fit than the script has now: every attempt would end like this one."""
+    """The run directory holds another fit than the script's present one: every attempt would end like this one."""
 
 
 class StorageFails(RuntimeError):
-    """The storage has not answered at the start of a fit. Nothing was moved or begun anew: it is to be tried again."""
+    """The storage has not answered at the start of a fit. Nothing was moved or begun anew, so a retry is safe."""
 
 
 class _File(Generic[_T]):
-    """A JSON file in the folder of a fit, as an attribute that reads and publishes it."""
+    """A descriptor for a JSON file in the folder of a fit: the attribute reads and publishes the file."""
 
     def __init__(self, name: str, read: Callable[[Path], _T | None], write: Callable[[Path, _T], None]) -> None:
         self._name, self._read, self._write = name, read, write
@@ -182,20 +182,20 @@ class FitDirectory:
     """How this fit ended last."""
 
     failed_start = _File("failed_start.json", Outcome.read, Outcome.publish)
-    """How a start of this fit ended last that trained nothing, after the fit had finished."""
+    """How the last start of this fit that trained nothing ended, after the fit had finished."""
 
     settings = _File("settings.json", load_json, write_json)
-    """What this fit was given at its last start. Raises ``OSError`` if it cannot be read."""
+    """The settings of this fit at its last start. Raises ``OSError`` if they cannot be read."""
 
     fingerprint = _File("fingerprint.json", load_json, write_json)
-    """What this fit trains, as its first attempt described it. Raises ``OSError`` if it cannot be read: what is written
-    over it then would be half of it."""
+    """What this fit trains, as its first attempt described it. Raises ``OSError`` if it cannot be read: to overwrite it
+    then could lose part of it."""
 
     goal = _File("goal.json", read_json, write_json)
-    """Where this fit ends, as its last attempt has it: ``step``, or ``null`` if its Trainer does not know."""
+    """The end of this fit according to its last attempt: ``step``, or ``null`` if its Trainer does not know it."""
 
     outputs = _File("outputs.json", read_json, write_json)
-    """Where Lightning's own outputs of this fit are; see :mod:`lightning_resilience.fit.outputs`."""
+    """The places of Lightning's own outputs of this fit; see :mod:`lightning_resilience.fit.outputs`."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -212,14 +212,14 @@ class FitDirectory:
         """Makes the folders; returns how this fit ended last.
 
         Raises:
-            OSError: If that cannot be done, or read.
+            OSError: If the folders cannot be made, or the outcome cannot be read.
         """
         self.create()
         return Outcome.of(load_json(self.path / "outcome.json"))
 
     @property
     def bad_checkpoints(self) -> dict[str, str]:
-        """The checkpoints that have turned out to be bad after they were loaded: their names, and why.
+        """The checkpoints that have turned out to be bad after they were loaded: their names, and the reasons.
 
         Raises:
             OSError: If they cannot be read.
@@ -233,7 +233,7 @@ class FitDirectory:
 
     @property
     def forks(self) -> list[int]:
-        """At which steps the fit has left a course for another one, oldest first.
+        """The steps at which the fit has left a course for another one, oldest first.
 
         See :func:`~.generations.is_on_course`.
 
@@ -254,10 +254,11 @@ def _identity(record: dict[str, Any] | None) -> str | None:
 
 
 CHECKPOINT_NAME = re.compile(r"step-(\d+)(-final)?\.ckpt")
-"""The name of a checkpoint: its step, and whether it is the last state of a finished fit."""
+"""The name of a checkpoint: its step, and a mark if it is the last state of a finished fit."""
 
 LAUNCHED = "launch"
-"""The job of all that ``lightning-resilience launch`` starts, on any node: the launches keep order among themselves."""
+"""The job of everything that ``lightning-resilience launch`` starts, on any node: launches themselves ensure that only
+one of them trains."""
 
 
 class RunDirectory:
@@ -267,7 +268,7 @@ class RunDirectory:
         path: The folder; it is created when something is first written.
 
     Raises:
-        ValueError: If it is an address or a file and not a folder.
+        ValueError: If ``path`` is an address (URL) or a file, not a folder.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -295,7 +296,7 @@ class RunDirectory:
         return [FitDirectory(path) for path in sorted(paths, key=lambda path: (len(path.name), path.name))]
 
     def steps_saved(self, fit: int) -> list[int] | None:
-        """The steps of the checkpoints of a fit, by their names; ``None`` if that is not known here."""
+        """The steps of the checkpoints of a fit, from their names; ``None`` if the folder cannot be read here."""
         folder = self.fit(fit)
         try:
             names = os.listdir(folder.checkpoints)
@@ -316,7 +317,7 @@ class RunDirectory:
         Outcome.publish(self._outcome, outcome)
 
     def forget_outcome(self) -> None:
-        """Removes the outcome of an earlier attempt, so that it can't be taken for this one's."""
+        """Removes the outcome of an earlier attempt, so that it is not taken for the outcome of this one."""
         self._outcome.unlink(missing_ok=True)
 
     def claim(self) -> str:
@@ -332,19 +333,19 @@ class RunDirectory:
         return token
 
     def is_claimed_by_sibling(self) -> bool:
-        """Whether another rank of the same launch, perhaps on another node, has claimed this run last."""
+        """Whether a rank of the same launch, perhaps on another node, has made the last claim."""
         own = os.environ.get("TORCHELASTIC_RUN_ID")
         return own is not None and (read_json(self._attempt) or {}).get("elastic_run_id") == own
 
     def enter(self, job: str | None) -> int | None:
-        """Says that this process trains here from now on, until it calls :meth:`left`.
+        """Records that this process trains here, until it calls :meth:`left`.
 
         Args:
-            job: What all attempts of one job have in common: :data:`LAUNCHED` where ``launch`` has started it;
-                ``None``: this process is the whole job.
+            job: Name that all attempts of one job share: :data:`LAUNCHED` if ``launch`` has started it. ``None``: this
+                process is the whole job.
 
         Returns:
-            What :meth:`trained_by` does; if that is a number, nothing was said.
+            The result of :meth:`trained_by`; if it is a process id, nothing was recorded.
         """
         other = self.trained_by(job)
         if other is None:
@@ -353,7 +354,7 @@ class RunDirectory:
         return other
 
     def trained_by(self, job: str | None) -> int | None:
-        """The number of a process of another job that trains here on this host, if there is one.
+        """The id of a process of another job on this host that trains here; ``None`` if there is none.
 
         Args:
             job: As for :meth:`enter`.
@@ -367,18 +368,18 @@ class RunDirectory:
         return None if is_being_killed(pid) else pid
 
     def left(self) -> None:
-        """Ends what :meth:`enter` began."""
+        """Removes the record of :meth:`enter`."""
         if (read_json(self._trainer) or {}).get("pid") == os.getpid():
             self._trainer.unlink(missing_ok=True)
 
     def identity(self) -> str:
         """A name that no other run has, made by the first call.
 
-        It belongs to this directory, wherever that is moved or mounted. One that was removed and made anew gets another
-        one, and so does a copy, which otherwise would share node memory with what it was copied from.
+        The directory keeps it when it is moved or mounted elsewhere. A directory that was removed and made anew gets
+        another name. So does a copy, which otherwise would share node memory with the original.
 
         Raises:
-            OSError: If it cannot be read or written.
+            OSError: If the name cannot be read or written.
         """
         path = self.path / "run.json"
         record = load_json(path)
@@ -389,7 +390,7 @@ class RunDirectory:
             if not create_json(path, content):
                 if (others := _identity(load_json(path))) is not None:
                     return others
-                write_json(path, content)  # over what says nothing
+                write_json(path, content)  # replaces a file that holds no name
             return found
         place = (record or {}).get("directory")
         if isinstance(place, dict) and self._is_copy(found, place):
@@ -400,28 +401,28 @@ class RunDirectory:
         return found
 
     def _place(self) -> dict[str, Any]:
-        # No number of a device: of network storage each host has another one.
+        # Without the device number, which differs between hosts for network storage.
         inode = os.stat(self.path).st_ino
         return {"path": os.path.realpath(self.path), "inode": inode, "host": os.uname().nodename}
 
     def _is_copy(self, identity: str, place: dict[str, Any]) -> bool:
-        """Whether this directory is a copy of the one at ``place``, and not that one itself.
+        """Whether this directory is a copy of the directory at ``place``, not that directory itself.
 
-        Where that cannot be told it is one: a run that gives up its local checkpoints loses less than two that share
+        In doubt it counts as a copy: a run that gives up its local checkpoints loses less than two runs that share
         them.
         """
         here, there = self._place(), Path(str(place.get("path")))
         if here["path"] == str(there):
             return False
         with contextlib.suppress(OSError):
-            if os.path.samefile(there, self.path):  # by another way
+            if os.path.samefile(there, self.path):  # reached by another path
                 return False
             if _identity(load_json(there / "run.json")) == identity:
                 return True
         if here["inode"] == place.get("inode"):
             return False  # moved, or mounted elsewhere
         was_moved = here["host"] == place.get("host") and os.path.isdir(there.parent) and not os.path.lexists(there)
-        return not was_moved  # to another file system
+        return not was_moved  # a move to another file system changes the inode
 
     def _name_of_copy(self, copied: str, place: dict[str, Any]) -> str:
         """The name of this copy, made by the first call on any node."""
@@ -434,8 +435,8 @@ class RunDirectory:
                 place.get("path"),
             )
         if (own := _identity(load_json(claim))) is None:
-            raise OSError(errno.EIO, "the name of this copy of a run cannot be read", os.fspath(claim))
-        # What processes have said about themselves, they have said of the other directory.
+            raise OSError(errno.EIO, "it cannot be read which name this copy of a run has", os.fspath(claim))
+        # Records of processes that are older than the copy belong to the original directory.
         copied_at_ns = claim.stat().st_mtime_ns
         for path in [self._trainer, *(self.path / "launches").glob("*.json")]:
             with contextlib.suppress(FileNotFoundError):
@@ -445,9 +446,9 @@ class RunDirectory:
 
     @contextlib.contextmanager
     def sign(self) -> Iterator[str]:
-        """Puts up a sign by whose name other nodes know whether they see the same directory, for the time of a block.
+        """Creates, for the time of a block, a file by whose name other nodes check that they see the same directory.
 
-        Its name is new every time: what is behind a name that it has looked up before, a node may remember for a while.
+        Its name is new every time, since a node may cache for a while whether a name exists.
         """
         sign = temporary_path(self._attempt)
         sign.touch()
@@ -458,10 +459,10 @@ class RunDirectory:
                 sign.unlink()
 
     def look_for(self, sign: str) -> None:
-        """Looks for what :meth:`sign` has put up.
+        """Looks for the file of :meth:`sign`.
 
         Raises:
-            OSError: If it is not there.
+            OSError: If it does not exist.
         """
         (self.path / sign).stat()
 
@@ -473,15 +474,15 @@ class RunDirectory:
         return token if isinstance(token, str) else None
 
     def is_owned_here(self) -> bool:
-        """Whether this process has made the claim that holds now."""
+        """Whether this process has made the present claim."""
         return self.attempt in _claimed
 
     def check_owner(self, token: str) -> None:
-        """Fences a late process off: called right before anything is published.
+        """Fences off a late process; call it right before anything is published.
 
         Raises:
             StaleAttempt: If a newer attempt has claimed this run.
-            OSError: If it cannot be read whose the run is. That says nothing about anybody's claim.
+            OSError: If the owner of the run cannot be read, so that the claim is unknown.
         """
         if (owner := self.attempt) is None:
             raise OSError(errno.EIO, "the attempt that owns this run cannot be read", os.fspath(self._attempt))

@@ -1,4 +1,4 @@
-"""How often to save to the nodes: so that least time is lost, and more often after a start. No torch, no Lightning."""
+"""Computes the interval of local saves that loses the least time, shorter after a start. No torch, no Lightning."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _PRIOR_RANKS = 1024
 _PRIOR_MEAN_TIME_S = 7.9 * 3600  # of jobs with 1,024 GPUs on Meta's research clusters (arXiv 2410.21680)
 
 WARM_UP_STEPS = 3
-"""After so many steps a training is warm: memory is allocated, kernels are compiled, DDP has regrouped its buckets."""
+"""After this many steps a training is warm: memory is allocated, kernels are compiled, DDP has regrouped buckets."""
 
 LEAST_S = 1.0
 """The shortest interval that is chosen, in seconds."""
@@ -27,45 +27,45 @@ def optimal_interval_s(stall_s: float, mean_time_to_failure_s: float, recovery_s
         Tc = Ts + sqrt(2 (Tf + Tr) Ts + Ts^2)        (arXiv 2410.18124)
 
     Args:
-        stall_s: ``Ts``: for how long a save holds the training up; what happens behind the training does not count.
+        stall_s: ``Ts``: for how long a save holds the training up; work in the background does not count.
         mean_time_to_failure_s: ``Tf``, for example from :func:`mean_time_to_failure_s`.
-        recovery_s: ``Tr``: from a failure until the training is where the loaded checkpoint was made.
+        recovery_s: ``Tr``: from a failure until the training is at the step of the loaded checkpoint.
 
     Returns:
-        Seconds from the beginning of a save to that of the next. Zero if a save costs nothing: then what bounds the
-        interval is how fast saves can follow one another.
+        Seconds from the beginning of a save to the beginning of the next. Zero if a save costs nothing: then only the
+        time that a save takes bounds the interval.
 
     """
     return stall_s + math.sqrt(2 * (mean_time_to_failure_s + recovery_s) * stall_s + stall_s**2)
 
 
 def mean_time_to_failure_s(world_size: int, failures: int, observed_s: float) -> float:
-    """How long a run of this size goes on until something ends it, on average.
+    """The mean time for which a run of this size trains until a failure ends it.
 
-    Failures are taken to come at a constant rate for each rank. Before a run has seen any, the rate is that of Meta's
-    research clusters: 7.9 hours between two failures at 1,024 GPUs (arXiv 2410.21680), which is 337 days for a single
-    one. It weighs as much as one failure seen; every failure of the run itself weighs the same (the mean of a gamma
-    distribution after the observation), so after a few of them it is the run's own rate that counts.
+    Failures are assumed to come at a constant rate for each rank. Before the first failure of a run, the rate is that
+    of Meta's research clusters: 7.9 hours between two failures at 1,024 GPUs (arXiv 2410.21680), which is 337 days for
+    a single GPU. This prior has the weight of one observed failure, as each failure of the run itself has (the mean of
+    a gamma posterior distribution). So after a few failures the run's own rate dominates.
 
     Args:
-        world_size: Ranks of the run.
-        failures: How many the run has had.
-        observed_s: Over how many seconds, all attempts together.
+        world_size: Number of ranks of the run.
+        failures: Number of failures that the run has had.
+        observed_s: Seconds over which they were observed, in all attempts together.
     """
     expected_s = _PRIOR_MEAN_TIME_S * _PRIOR_RANKS / world_size
     return (expected_s + observed_s) / (1 + failures)
 
 
 def chosen_interval_s(stall_s: float, writing_s: float, mean_time_to_failure_s: float, recovery_s: float) -> float:
-    """The interval of local saves where the user gives none.
+    """The interval of local saves if the user gives none.
 
-    It is the optimal one, but no longer than saves need to take a thousandth of the time: what costs so little need not
-    be rarer, and a failure loses seconds. It is at least a second, and ten times as long as a save needs to be
-    complete: a writer that is always at work takes cores, memory bandwidth and network from the training.
+    It is the optimal interval, but at most the interval at which stalls take a thousandth of the time: such cheap saves
+    need not be rarer, and a failure then loses only seconds. It is at least a second, and at least ten times as long as
+    a save takes to complete: a writer that is always busy takes cores, memory bandwidth and network from the training.
 
     Args:
         stall_s: See :func:`optimal_interval_s`.
-        writing_s: For how long threads, network and store are busy with a save.
+        writing_s: Seconds for which threads, network and store are busy with a save.
         mean_time_to_failure_s: See :func:`optimal_interval_s`.
         recovery_s: See :func:`optimal_interval_s`.
     """
@@ -74,17 +74,17 @@ def chosen_interval_s(stall_s: float, writing_s: float, mean_time_to_failure_s: 
 
 
 def growing_interval_s(before_s: float, stall_s: float, writing_s: float, chosen_s: float) -> float:
-    """The interval after one of the first saves: twice the one before, up to the chosen one.
+    """The interval after one of the first saves: twice the previous interval, up to the chosen one.
 
     Failures are most frequent after a start (the rate at which machines of LANL fail decreases with the time since the
-    last failure: Schroeder and Gibson, DSN 2006; a script that is new fails early too), but how frequent is not known.
-    With intervals that double, a failure at whatever time loses at most half of what was trained since the first save,
-    and half the first interval; fewer saves cannot give that. The first interval is such that meanwhile the training
-    stands still for at most a hundredth of the time, and the writer is busy for a quarter. The chosen one is at most
-    ten times as long, so there are at most four saves more, whatever a save costs.
+    last failure: Schroeder and Gibson, DSN 2006; a new script fails early too), but how frequent is unknown. With
+    intervals that double, a failure at any time loses at most half of the training since the first save, plus half the
+    first interval; fewer saves cannot ensure that. In the first interval the training stands still for at most a
+    hundredth of the time, and the writer is busy for at most a quarter. The chosen interval is at most ten times as
+    long, so this adds at most four saves, regardless of their cost.
 
     Args:
-        before_s: The interval before; 0 after the first save.
+        before_s: The previous interval; 0 after the first save.
         stall_s: See :func:`optimal_interval_s`.
         writing_s: See :func:`chosen_interval_s`.
         chosen_s: See :func:`chosen_interval_s`.

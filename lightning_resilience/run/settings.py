@@ -1,7 +1,7 @@
-"""The settings of a run, and how two sets of them differ. Imports neither torch nor Lightning.
+"""Collects the settings of a run and compares two sets of them. Imports neither torch nor Lightning.
 
-Settings are flat: names and JSON values. Those of a command are its script and arguments, those of a fit the arguments
-of module, data, optimizers and Trainer.
+Settings are flat: names and JSON values. The settings of a command are its script and arguments; the settings of a fit
+are the arguments of module, data, optimizers and Trainer.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ CONTINUE_VARIABLE = "LIGHTNING_RESILIENCE_CONTINUE_ANYWAY"
 """Environment variable: with ``1`` a finished fit is restored although its settings have changed."""
 
 GLOBAL_BATCH_VARIABLE = "LIGHTNING_RESILIENCE_GLOBAL_BATCH"
-"""Environment variable: what becomes of the batches of absent ranks, one of :data:`GLOBAL_BATCHES`."""
+"""Environment variable: how the batches of absent ranks are treated, one of :data:`GLOBAL_BATCHES`."""
 
 SHRINK = "shrink"
 GLOBAL_BATCHES = ("constant", SHRINK)
-"""The others train on them, or they are left out."""
+"""``constant``: the other ranks train on them. ``shrink``: they are left out."""
 
 READ_AGAIN_VARIABLE = "LIGHTNING_RESILIENCE_READ_AGAIN"
-"""Environment variable: whether a resume in an epoch has its data read again, one of :data:`READS_AGAIN`."""
+"""Environment variable: whether a resume within an epoch reads its data again, one of :data:`READS_AGAIN`."""
 
 IF_CHANGED = "if-changed"
 READS_AGAIN = ("always", IF_CHANGED)
-"""Always, or only where workers have changed by reading."""
+"""``always``, or only if reading has changed the workers (``if-changed``)."""
 
 WORLD_SIZE = "world size"
 
@@ -60,7 +60,7 @@ class Change:
     """A changed setting.
 
     Args:
-        name: Of the setting.
+        name: Name of the setting.
         before: Its value at the last start, or :data:`MISSING`.
         now: Its value now, or :data:`MISSING`.
     """
@@ -71,17 +71,17 @@ class Change:
 
     @property
     def is_raised_end(self) -> bool:
-        """Whether it only prolongs the training; also where a value is the script's default."""
+        """Whether it only prolongs the training; also ``True`` if a limit is given only before or only now."""
         if not is_end(self.name):
             return False
         if self.before is MISSING or self.now is MISSING:
-            return True  # the fit knows the default
+            return True  # the script's default, which the fit knows, is the other value
         before, now = _limit(self.before), _limit(self.now)
         return before is not None and now is not None and now > before
 
     @property
     def is_volatile(self) -> bool:
-        """Whether it may differ at every start by itself: a name with a time or a process number."""
+        """Whether the value may differ at every start on its own, such as a name with a time or a process number."""
         if not (isinstance(self.before, str) and isinstance(self.now, str)):
             return False
         return _VOLATILE.sub("#", self.before) == _VOLATILE.sub("#", self.now) and not _is_number(self.before)
@@ -95,19 +95,19 @@ class Change:
 
 
 def global_batch() -> str:
-    """What becomes of the batches of absent ranks.
+    """How the batches of absent ranks are treated.
 
     Raises:
-        ValueError: If the environment says something else than one of :data:`GLOBAL_BATCHES`.
+        ValueError: If the environment variable is not one of :data:`GLOBAL_BATCHES`.
     """
     return _choice(GLOBAL_BATCH_VARIABLE, GLOBAL_BATCHES)
 
 
 def read_again() -> str:
-    """Whether a resume in an epoch has its data read again.
+    """Whether a resume within an epoch reads its data again.
 
     Raises:
-        ValueError: If the environment says something else than one of :data:`READS_AGAIN`.
+        ValueError: If the environment variable is not one of :data:`READS_AGAIN`.
     """
     return _choice(READ_AGAIN_VARIABLE, READS_AGAIN)
 
@@ -124,7 +124,7 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
 
     Args:
         before: The settings of the last start.
-        now: Those of this one.
+        now: The settings of this start.
     """
     names = [*now, *(name for name in before if name not in now)]
     pairs = ((name, before.get(name, MISSING), now.get(name, MISSING)) for name in names)
@@ -135,29 +135,30 @@ def describe_changes(found: Sequence[Change]) -> str:
     """The changes in one clause.
 
     Args:
-        found: What :func:`changes` has found.
+        found: The result of :func:`changes`.
     """
     named = ", ".join(map(str, found[:_MAX_CHANGES]))
     return named + (f" and {len(found) - _MAX_CHANGES} more" if len(found) > _MAX_CHANGES else "")
 
 
 def is_another_run(found: Iterable[Change]) -> bool:
-    """Whether a command is not that of a finished run: more has changed than a raised end.
+    """Whether a command differs from that of a finished run by more than a raised end.
 
     Args:
-        found: What :func:`changes` has found in the settings of the command.
+        found: The result of :func:`changes` for the settings of the command.
     """
     return any(not change.is_raised_end for change in found)
 
 
 def is_another_fit(found: Iterable[Change]) -> bool:
-    """Whether a script's fit is not the finished one.
+    """Whether a script's fit differs from the finished fit.
 
-    Changes with the number of ranks (such as the batch size) do not count, nor do volatile ones: a run that restarts on
-    fewer nodes must keep its finished fits. Limits do not count: whether the one that ended it was raised is known.
+    If the number of ranks has changed, no change counts (such as of the batch size): a run that restarts on fewer nodes
+    must keep its finished fits. Volatile changes do not count. Limits do not count either, since it is known separately
+    whether the limit that ended the fit was raised.
 
     Args:
-        found: What :func:`changes` has found in the settings of the fit.
+        found: The result of :func:`changes` for the settings of the fit.
     """
     found = list(found)
     if any(change.name == WORLD_SIZE for change in found):
@@ -169,7 +170,7 @@ def is_end(name: str) -> bool:
     """Whether a setting of this name bounds the training: ``--trainer.max_epochs``, ``max-steps``.
 
     Args:
-        name: Of an argument or a setting.
+        name: Name of an argument or a setting.
     """
     return name.startswith("patience of ") or name.lstrip("-+").rpartition(".")[2].replace("-", "_").lower() in _ENDS
 
@@ -187,10 +188,10 @@ def settings_of_command(command: Sequence[str]) -> Settings:
 
 
 def settings_of_arguments(arguments: Sequence[str]) -> Settings:
-    """``--lr 0.1``, ``--lr=0.1`` and ``lr=0.1`` by name; positional arguments by number.
+    """The arguments of a script as settings: ``--lr 0.1``, ``--lr=0.1`` and ``lr=0.1`` by name, positional by number.
 
     Args:
-        arguments: A script's.
+        arguments: The script's arguments.
     """
     found: dict[str, list[Any]] = {}
     name: str | None = None
@@ -212,7 +213,7 @@ def settings_of_arguments(arguments: Sequence[str]) -> Settings:
 
 
 def identity_of_command(command: Sequence[str], directory: Path) -> str:
-    """Equal for the same script and arguments, but for limits; 8 hexadecimal digits.
+    """A digest of 8 hexadecimal digits, equal for the same script and arguments; limits are ignored.
 
     Args:
         command: As for :func:`settings_of_command`.
@@ -236,7 +237,7 @@ def identity_of_command(command: Sequence[str], directory: Path) -> str:
 
 
 def has_arguments(command: Sequence[str]) -> bool:
-    """Whether a command has any argument but limits.
+    """Whether a command has any argument that is not a limit.
 
     Args:
         command: As for :func:`settings_of_command`.
@@ -245,7 +246,7 @@ def has_arguments(command: Sequence[str]) -> bool:
 
 
 def digests_of_files(command: Sequence[str]) -> dict[str, str]:
-    """Digests of the script and of files of settings among its arguments, by path.
+    """Digests of the script and of the settings files among its arguments, by path.
 
     Args:
         command: As for :func:`settings_of_command`.
@@ -264,7 +265,7 @@ def digests_of_files(command: Sequence[str]) -> dict[str, str]:
 
 
 def flat(name: str, value: Any) -> Settings:
-    """A value as settings: numbers, texts and containers of them; of other objects the class.
+    """A value as settings: numbers, texts and containers of them; for other objects, the class.
 
     Args:
         name: The prefix of the names.
@@ -284,7 +285,7 @@ def _flatten(name: str, value: Any, found: Settings, depth: int) -> None:
     elif is_dataclass(value) and not isinstance(value, type):
         value = {each.name: getattr(value, each.name, None) for each in fields(value)}
     if value is None or isinstance(value, (bool, int, float, str)):
-        # Subclasses (enums, numbers of NumPy) as text.
+        # Subclasses (enums, NumPy numbers) are kept as text.
         found[name] = value if value is None or type(value) in (bool, int, float, str) else str(value)
     elif isinstance(value, os.PathLike):
         found[name] = os.fspath(value)
@@ -330,7 +331,7 @@ def _is_number(value: str) -> bool:
 
 
 def _limit(value: Any) -> float | None:
-    """A limit as a number, in seconds if it is a time; ``inf``: no limit; ``None``: not a limit."""
+    """A limit as a number, in seconds if it is a time; ``inf`` stands for no limit. ``None`` if it is no number."""
     if value is None:
         return float("inf")
     text = str(value)

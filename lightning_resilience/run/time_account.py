@@ -1,8 +1,8 @@
-"""Where the time of this process goes: seconds by category, for goodput. Imports neither torch nor Lightning.
+"""Accounts for the time of this process: seconds by category, for goodput. Imports neither torch nor Lightning.
 
-The process is in one category at any moment, from its start to its end, so all of its time is accounted for. To go on
-to another category is a look at the clock and an addition, in shared memory where a watchdog reads it: no message, no
-system call, no lock. What a process that was killed has spent is there as well.
+The process is in one category at any moment, from its start to its end, so all its time is accounted for. To enter
+another category takes a look at the clock and an addition, in shared memory where a watchdog reads it: no message, no
+system call, no lock. The account of a killed process remains in this memory.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ Category = Literal[
     "unfinished_step",
     "teardown",
 ]
-"""What a process spends time on.
+"""The categories of a process's time.
 
-``productive`` are steps never done before, ``wasted_progress`` steps done again, and ``unfinished_step`` one in which
-the fit failed. In ``rendezvous`` a process that goes on without a lost rank waits for its replacement.
+``productive`` are steps never done before, ``wasted_progress`` steps done again, and ``unfinished_step`` a step in
+which the fit failed. In ``rendezvous`` a process that survived the loss of a rank waits for the replacement.
 """
 
 CATEGORIES: tuple[Category, ...] = get_args(Category)
@@ -70,22 +70,22 @@ CATEGORIES: tuple[Category, ...] = get_args(Category)
 
 _FORMAT = struct.Struct(f"<4d{len(CATEGORIES)}d")  # began, since, doing, reached, seconds by category
 _WRITTEN_EVERY_S = 0.1
-"""How often a step is written, at most, when it begins: until the next is written, it has not ended."""
+"""Least time between two writes at the begin of a step; until the next write, the written step counts as not ended."""
 
 _UNSPLIT = -1
-"""Where there would be the category of the step under way: nothing else in it is told apart."""
+"""In place of the category of the present step: its time is not split."""
 
 
 @dataclass(frozen=True)
 class Spent:
-    """What was read of a process's account.
+    """The content of a process's account.
 
     Attributes:
-        began: When the account begins: the start of the process, or of what follows an account that is closed. In
-            seconds since the epoch.
-        since: When it went on to its present category, in seconds of ``time.monotonic()``.
-        doing: Its present category; what it has spent there since then is not in ``seconds``.
-        reached: The furthest ``trainer.global_step`` of its last fit at which a batch has begun: steps before it are
+        began: When the account begins, in seconds since the epoch: at the start of the process, or at the end of a
+            closed account.
+        since: When the process entered its present category, in seconds of ``time.monotonic()``.
+        doing: Its present category; the time in it since then is not in ``seconds``.
+        reached: The furthest ``trainer.global_step`` of its last fit at which a batch has begun: earlier steps are
             done.
         seconds: Seconds by category.
     """
@@ -101,9 +101,9 @@ class TimeAccount:
     """The account of a process. Only its main thread writes.
 
     Args:
-        age: For how many seconds the process has run.
-        clock: Gives the seconds that all processes of a node share.
-        wall_clock: Gives seconds since the epoch.
+        age: Seconds for which the process has run.
+        clock: Returns seconds of a clock that all processes of a node share.
+        wall_clock: Returns seconds since the epoch.
     """
 
     def __init__(
@@ -125,10 +125,10 @@ class TimeAccount:
         _own.add(self)
 
     def begin(self, age: float = 0.0) -> None:
-        """Counts from here on: the process has only waited to be used, and may have done its imports meanwhile.
+        """Begins the account now: until now the process was a spare, which may have done its imports.
 
         Args:
-            age: For how many seconds it was used already.
+            age: Seconds for which the process has been in use already.
         """
         self._began = self._wall_clock() - age
         self._seconds = [0.0] * len(CATEGORIES)
@@ -136,16 +136,16 @@ class TimeAccount:
 
     @property
     def is_shared(self) -> bool:
-        """Whether a watchdog reads it."""
+        """Whether the account is in a file of node memory, where a watchdog can read it."""
         return self._memory is not None
 
     @property
     def reached(self) -> int:
-        """The furthest step at which a batch has begun, in any process: those before it are done."""
+        """The furthest step at which a batch has begun, in any process: earlier steps are done."""
         return self._reached
 
     def share(self, path: Path) -> None:
-        """Goes on in a file of node memory.
+        """Moves the account to a file of node memory.
 
         Args:
             path: The file; it is created.
@@ -155,17 +155,17 @@ class TimeAccount:
         """
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
         try:
-            os.posix_fallocate(fd, 0, _FORMAT.size)  # where memory is full this fails here, and not by SIGBUS in a step
+            os.posix_fallocate(fd, 0, _FORMAT.size)  # if memory is full, this fails here instead of by SIGBUS in a step
             self._memory = mmap.mmap(fd, _FORMAT.size)
         finally:
             os.close(fd)
         self._write()
 
     def close(self) -> Spent:
-        """Ends the account, and begins another one in this process's own memory.
+        """Ends the account and begins another one in this process's own memory.
 
         Returns:
-            What was spent. In a file, it stays readable.
+            The content of the ended account. Its file, if any, stays readable.
         """
         self.enter(self._doing)
         spent = _spent(*self._content())
@@ -173,16 +173,16 @@ class TimeAccount:
         return spent
 
     def read(self) -> Spent:
-        """What it holds now."""
+        """The present content of the account."""
         return _spent(*self._content())
 
     def forked(self) -> None:
-        """A forked child is another process: what its parent has spent is not its own, nor is the memory for that."""
+        """Call it in a forked child, which begins its own account, apart from its parent's account and memory."""
         self._begin_anew()
         self._since, self._doing = self._clock(), IMPORTS if self._doing == IMPORTS else SCRIPT
 
     def unshare(self) -> None:
-        """Goes on in this process's own memory."""
+        """Moves the account to this process's own memory."""
         if self._memory is not None:
             self._memory.close()
             self._memory = None
@@ -193,7 +193,7 @@ class TimeAccount:
         self._began = self._wall_clock()
 
     def enter(self, category: int) -> None:
-        """From now on it is in this category."""
+        """Enters a category: the time from now on belongs to it."""
         self._go_on(category)
         self._write()
 
@@ -211,7 +211,7 @@ class TimeAccount:
 
     @contextmanager
     def during(self, category: int) -> Iterator[None]:
-        """The time of the block is in this category."""
+        """Context whose time belongs to ``category``."""
         before = self._doing
         self.enter(category)
         try:
@@ -220,14 +220,14 @@ class TimeAccount:
             self.enter(before)
 
     def imported(self) -> None:
-        """The script has imported the callbacks, and with them torch and Lightning."""
+        """Call it when the script has imported the callbacks, and with them torch and Lightning."""
         if self._doing == IMPORTS:
             self.enter(SCRIPT)
 
     # -- a fit ---------------------------------------------------------------------------------------------------------
 
     def begin_fit(self, is_interactive: bool = False) -> None:
-        """A fit begins; what has followed the one before it was no end.
+        """Call it when a fit begins. The time since the previous fit then counts as ``script``, not ``teardown``.
 
         Args:
             is_interactive: Whether a person types the commands, as in a notebook: the account begins with the fit.
@@ -241,12 +241,12 @@ class TimeAccount:
         self._write()
 
     def begin_training(self, reached: int, splits_steps: bool) -> None:
-        """The first batch comes next.
+        """Call it right before the first batch.
 
         Args:
-            reached: The furthest step that this fit has been at before, in any process.
-            splits_steps: Whether the time of a step is that of the host: fetching a batch, and hooks of callbacks, are
-                then told apart. An accelerator may be busy meanwhile, and all of it is the step.
+            reached: The furthest step that this fit has reached before, in any process.
+            splits_steps: Whether to account for fetching a batch and for callback hooks separately. Only for training
+                on the host: an accelerator may be busy at these times, so all of it counts as the step.
         """
         self._reached = max(self._reached, reached)
         self._splits_steps = splits_steps
@@ -254,12 +254,12 @@ class TimeAccount:
         self.enter(FIRST_STEP)
 
     def begin_batch(self, step: int) -> None:
-        """A training boundary: a batch is to be fetched.
+        """Call it at a training boundary, before a batch is fetched.
 
         Args:
             step: ``trainer.global_step``.
         """
-        # In every step, whose code and data a training has driven out of the caches: few look-ups, no calls within.
+        # This runs in every step with cold caches, so it uses few look-ups and no calls.
         now = self._clock()
         self._seconds[self._doing] += now - self._since
         self._since = now
@@ -270,36 +270,36 @@ class TimeAccount:
             self._begin_step(step, now)
 
     def _begin_step(self, step: int, now: float) -> None:
-        """Begins one that may be done again, or is to be written: not a new one shortly after another."""
+        """Begins a step that may be a repetition or must be written; :meth:`begin_batch` handles the other steps."""
         is_new = step >= self._reached
         self._doing = category = PRODUCTIVE if is_new else WASTED_PROGRESS
         self._reached = max(self._reached, step)
         if now - self._written >= _WRITTEN_EVERY_S:
             self._written = now
-            self._write()  # only here, so of a step that does not end it is known that it has begun
+            self._write()  # at the begin of a step, so that a step that does not end is known to have begun
         self._due = self._written + _WRITTEN_EVERY_S if is_new else now
         if self._splits_steps:
             self._step, self._doing = category, DATA_LOADING
 
     def batch_ready(self) -> None:
-        """The batch is there."""
+        """Call it when the batch was fetched."""
         if (doing := self._doing) == DATA_LOADING:
             now = self._clock()
             self._seconds[doing] += now - self._since
             self._since, self._doing = now, self._step
 
     def batch_done(self) -> None:
-        """Its step is over, hooks of callbacks come next."""
+        """Call it when the step of the batch is over, before the hooks of callbacks."""
         if (doing := self._doing) == self._step:
             now = self._clock()
             self._seconds[doing] += now - self._since
             self._since, self._doing = now, CALLBACKS
 
     def end_fit(self, failed: bool) -> None:
-        """The fit ends.
+        """Call it when the fit ends.
 
         Args:
-            failed: Whether with an exception.
+            failed: Whether it ends with an exception.
         """
         if failed and self._doing in (DATA_LOADING, PRODUCTIVE, WASTED_PROGRESS):
             self._doing = UNFINISHED_STEP
@@ -307,10 +307,10 @@ class TimeAccount:
 
 
 def read_account(file: FileIO) -> Spent | None:
-    """What an account holds; ``None`` if it is none.
+    """The content of an account's file; ``None`` if the file holds no account.
 
     Args:
-        file: Of :meth:`TimeAccount.share`, open; readable when its name has gone.
+        file: The open file of :meth:`TimeAccount.share`; readable even after its name was removed.
     """
     file.seek(0)
     data = file.read(_FORMAT.size)
@@ -325,11 +325,11 @@ def _spent(began: float, since: float, doing: float, reached: float, *seconds: f
 
 
 def time_spent(accounts: Mapping[int, Spent], ended: Mapping[int, float]) -> TimeSpent:
-    """The event that records what ranks have spent their time on; fit and attempt are the caller's.
+    """The event that records the time of ranks by category; the caller sets fit and attempt.
 
     Args:
-        accounts: By rank.
-        ended: When processes were seen to be gone, in seconds of ``time.monotonic()``; the others end now.
+        accounts: The accounts by rank.
+        ended: When processes were seen to be gone, by rank, in seconds of ``time.monotonic()``; the others end now.
     """
     now = time.monotonic()
     to_wall_clock = time.time() - now
@@ -352,12 +352,12 @@ def time_spent(accounts: Mapping[int, Spent], ended: Mapping[int, float]) -> Tim
 
 
 def keep(run_dir: Path, name: str, event: TimeSpent) -> None:
-    """Keeps an event of ranks that run, in place of the one before; :func:`kept` finds it if their node goes down.
+    """Keeps an event of running ranks and replaces the previous one; :func:`kept` finds it if their node goes down.
 
     Args:
         run_dir: The run directory.
-        name: Of those ranks.
-        event: To be recorded in the ledger when they have ended.
+        name: Name of this group of ranks.
+        event: The event that would be recorded in the ledger if the ranks ended now.
 
     Raises:
         OSError: If it cannot be written.
@@ -368,12 +368,12 @@ def keep(run_dir: Path, name: str, event: TimeSpent) -> None:
 
 
 def forget(run_dir: Path, name: str) -> None:
-    """Removes what :func:`keep` has kept: it is in the ledger."""
+    """Removes an event kept by :func:`keep`, when the final one is in the ledger."""
     _kept_path(run_dir, name).unlink(missing_ok=True)
 
 
 def kept(run_dir: Path) -> list[TimeSpent]:
-    """What was kept of ranks that run, or whose node went down."""
+    """The kept events of ranks that are running, or whose node went down."""
     contents = map(read_json, sorted(_kept_path(run_dir, "*").parent.glob("*.json")))
     found = (parse(content) for content in contents if content is not None)
     return [event for event in found if isinstance(event, TimeSpent)]
@@ -384,7 +384,7 @@ def _kept_path(run_dir: Path, name: str) -> Path:
 
 
 _own: weakref.WeakSet[TimeAccount] = weakref.WeakSet()
-"""Those of this process."""
+"""All accounts in this process."""
 
 OF_PROCESS = TimeAccount(process_age())
 """The account of this process."""

@@ -1,4 +1,4 @@
-"""The settings that ``report --what-if`` changes: how they are written, and what they do to a run's figures."""
+"""The settings of ``report --what-if``: parses them and applies them to a run's figures."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _OF_START = tuple(category for category in START if category not in ("restore", 
 
 
 class Amount(NamedTuple):
-    """A value that was given.
+    """A parsed value.
 
     Attributes:
-        number: How much; of a time, in seconds.
-        unit: ``s``, ``steps``, ``x`` (times what it was), ``off``, ``on`` or ``auto``.
+        number: The number; seconds for a time.
+        unit: ``s``, ``steps``, ``x`` (a factor of the present value), ``number``, ``off``, ``on`` or ``auto``.
     """
 
     number: float
@@ -33,11 +33,11 @@ class Amount(NamedTuple):
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a run takes under another setting.
+    """The time of a run with other settings.
 
     Attributes:
-        changes: What was changed, as it was written.
-        replayed: The run as it was, by the same model: how well that knows it.
+        changes: The changed settings, as they were written.
+        replayed: The run without changes by the same model, which shows how accurate the model is.
         predicted: The run with the changes.
     """
 
@@ -47,14 +47,14 @@ class Prediction:
 
 
 def predict(figures: RunFigures, text: str) -> Prediction:
-    """What a run would have taken.
+    """Predicts the time of a run with other settings.
 
     Args:
-        figures: Of the run.
+        figures: Figures of the run.
         text: The changes, as in ``save_every=300 local=off mtbf=1h``.
 
     Raises:
-        ValueError: If they cannot be understood, make no sense for this run, or it would not end.
+        ValueError: If the changes cannot be parsed, make no sense for this run, or the run would not end.
     """
     changes = parse(text)
     return Prediction(changes, replay(figures), replay(changed(figures, changes)))
@@ -67,7 +67,7 @@ def parse(text: str) -> dict[str, str]:
         text: ``NAME=VALUE``, with spaces or commas between several.
 
     Raises:
-        ValueError: If a name or a value is none.
+        ValueError: If a name or a value is invalid.
     """
     found: dict[str, str] = {}
     for part in text.replace(",", " ").split():
@@ -89,13 +89,13 @@ def changed(figures: RunFigures, changes: Mapping[str, str]) -> RunFigures:
     """The figures of a run with other settings.
 
     Args:
-        figures: Of the run.
+        figures: Figures of the run.
         changes: Values by the names of settings.
 
     Raises:
-        ValueError: If they make no sense for this run.
+        ValueError: If the changes make no sense for this run.
     """
-    for name, setting in SETTINGS.items():  # in the order in which one needs the other
+    for name, setting in SETTINGS.items():  # in this order, since some depend on earlier ones
         if name in changes:
             figures = setting.change(figures, setting.read(name, changes[name]))
     return figures
@@ -107,12 +107,12 @@ def changed(figures: RunFigures, changes: Mapping[str, str]) -> RunFigures:
 def _every(saves: Saves, amount: Amount, step_s: float) -> Saves:
     if amount.unit == "steps":
         return replace(saves, every_steps=max(round(amount.number), 1), first_steps=None)
-    # What is due waits for a step's end.
+    # A save that is due waits for the end of a step, half a step on average.
     return replace(saves, every_s=amount.number + step_s / 2, every_steps=None, first_steps=None)
 
 
 def _chosen(figures: RunFigures, local_saves: Saves) -> Saves:
-    """As often as ``LocalCheckpoint`` chooses."""
+    """Local saves at the interval that ``LocalCheckpoint`` would choose."""
     mean_time_s = figures.mtbf_s
     if mean_time_s is None:
         mean_time_s = mean_time_to_failure_s(figures.ranks, len(figures.interruptions), figures.trained_s)
@@ -125,7 +125,7 @@ def _chosen(figures: RunFigures, local_saves: Saves) -> Saves:
 
 
 def _with_saves(figures: RunFigures, saves: Saves | None, local_saves: Saves | None) -> RunFigures:
-    """With other saves; what an interruption has lost is another then."""
+    """The figures with other saves; the replay then computes which steps an interruption loses."""
     strikes = [replace(each, lost_steps=None) for each in figures.strikes]
     return replace(figures, strikes=strikes, saves=saves, local_saves=local_saves)
 
@@ -157,7 +157,7 @@ def _local(figures: RunFigures, amount: Amount) -> RunFigures:
 
 
 def _of_interruptions(figures: RunFigures, change: Callable[[Strike], Mapping[str, float]]) -> RunFigures:
-    """With other costs of the interruptions."""
+    """The figures with other costs of the interruptions."""
     strikes = [each if each.at_step is not None else replace(each, seconds=change(each)) for each in figures.strikes]
     return replace(figures, strikes=strikes)
 
@@ -194,7 +194,7 @@ def _spares(figures: RunFigures, amount: Amount) -> RunFigures:
 
 
 def _mtbf(figures: RunFigures, amount: Amount) -> RunFigures:
-    if not figures.interruptions:  # then another start costs what the first one has
+    if not figures.interruptions:  # then another start is taken to cost as much as the first one
         start = {name: seconds for name, seconds in figures.once.items() if name in START}
         figures = replace(figures, strikes=[*figures.strikes, Strike(math.inf, seconds=start)])
     figures, local_saves = replace(figures, mtbf_s=amount.number), figures.local_saves
@@ -211,12 +211,12 @@ def _ranks(figures: RunFigures, amount: Amount) -> RunFigures:
 
 
 class Setting(NamedTuple):
-    """What can be changed.
+    """A setting that can be changed.
 
     Attributes:
-        meaning: For ``--help``.
-        units: What a value may be: ``s`` (a time), ``steps``, ``x``, ``number``, ``off``, ``on``, ``auto``.
-        change: Changes it in the figures of a run.
+        meaning: Text for ``--help``.
+        units: The allowed units: ``s`` (a time), ``steps``, ``x``, ``number``, ``off``, ``on``, ``auto``.
+        change: Applies a value to the figures of a run.
     """
 
     meaning: str
@@ -224,14 +224,14 @@ class Setting(NamedTuple):
     change: Callable[[RunFigures, Amount], RunFigures]
 
     def read(self, name: str, value: str) -> Amount:
-        """What a value means.
+        """Parses a value.
 
         Args:
-            name: Of the setting, for the error.
-            value: As it was written.
+            name: Name of the setting, for the error.
+            value: The value, as it was written.
 
         Raises:
-            ValueError: If it is none.
+            ValueError: If it is not a valid value.
         """
         if value in self.units and value in ("off", "on", "auto"):
             return Amount(0.0, value)
@@ -258,7 +258,7 @@ SPELLINGS = {
     "on": "on",
     "auto": "auto",
 }
-"""How values are written, by their units."""
+"""How values of each unit are written, for messages."""
 
 SETTINGS = {
     "save_every": Setting("time or steps between two saves to the run directory", ("s", "steps", "off"), _save_every),
@@ -274,4 +274,4 @@ SETTINGS = {
     "hang_limit": Setting("timeout after which a hang of a step is found", ("s",), _hang_limit),
     "spares": Setting("no restart waits in a queue", ("on",), _spares),
 }
-"""By their names."""
+"""The settings by name."""
