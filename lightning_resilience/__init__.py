@@ -78,7 +78,7 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module("lightning_resilience.recipes")
     if name in _WHERE:
         found = getattr(importlib.import_module(f"lightning_resilience.{_WHERE[name]}"), name)
-        if _WHERE[name] == "callbacks":  # for a LightningCLI whose package was imported after ours
+        if _WHERE[name] == "callbacks":  # for a LightningCLI of a package imported later
             importlib.import_module("lightning_resilience._lightning.lightning_callbacks").adopt_namespaces()
         return found
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -192,7 +192,7 @@ Operation: TypeAlias = "Get | Set | Append | Replace | Add | Delete"
 
 @dataclass(frozen=True)
 class Above:
-    """Runs an operation on the store of the job instead of that of the node."""
+    """Runs an operation on the job's store instead of the node's store."""
 
     operation: Operation
 

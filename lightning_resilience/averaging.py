@@ -81,7 +81,7 @@ def _kind(value: Any) -> Any:
 
 
 def average(tensors: Iterable[torch.Tensor], device: torch.device, advanced: Callable[[], None] = _NOTHING) -> None:
-    """Replaces tensors by their means over all ranks, in place; tensors of integers or booleans by those of rank 0.
+    """Replaces tensors by their means over all ranks, in place; integer and boolean tensors by rank 0's tensors.
 
     Means are computed at least in float32, and for single numbers in float64. All ranks get the same bits. This is a
     collective of ranks that have called :func:`meet`.
@@ -127,7 +127,7 @@ def average_numbers(places: Sequence[tuple[Any, Any]], device: torch.device) -> 
 def take_from_rank_0(
     tensors: Iterable[torch.Tensor], device: torch.device, advanced: Callable[[], None] = _NOTHING
 ) -> None:
-    """Replaces tensors by those of rank 0, in place; arguments as for :func:`average`. A collective."""
+    """Replaces tensors by rank 0's tensors, in place; arguments as for :func:`average`. A collective."""
     if _has_peers():
         for pieces in _buckets(map(torch.Tensor.detach, tensors)):
             together = _together(pieces, device, pieces[0].dtype)

@@ -203,7 +203,7 @@ class FaultInjector:
         self._is_armed = False
         self._step = 0
         self._timer: threading.Timer | None = None
-        # The only thing a healthy boundary reads: the step from which on there is something to do; and what to do.
+        # A healthy boundary reads only this: the step from which on there is something to do, and what to do.
         self._busy_from: float = math.inf
         self._next: Callable[[], None] = self._await_delay
         self._loader_is_stuck: Any = None  # seen by the data-loader workers, too

@@ -40,9 +40,9 @@ def on_fit_loop(
 ) -> None:
     """Calls functions around every epoch, and before and after all ``on_train_end`` hooks.
 
-    ``end_of_epoch`` is called after the epoch's last batch and before any hook of the epoch's end. ``after`` comes
-    after all ``on_train_end`` hooks, because those of the module, and of callbacks after this package's, may still
-    change the weights.
+    ``end_of_epoch`` is called after the epoch's last batch and before any hook of the epoch's end. ``after`` is called
+    after all ``on_train_end`` hooks, because the hooks of the module and of later callbacks may still change the
+    weights.
     """
     patches.wrap(trainer.fit_loop, "on_advance_start", before=before_epoch)
     patches.wrap(trainer.fit_loop, "on_advance_end", before=end_of_epoch)

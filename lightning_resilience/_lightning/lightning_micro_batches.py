@@ -481,7 +481,7 @@ def add_micro_batches(
                     result = scaled(optimization._training_step(given), 0.0 if batch is None else share)
                     if backward is not None and result.closure_loss is not None:
                         backward(result.closure_loss)
-                connector._first_loop_iter = False  # else each pass resets what an epoch's first batch has logged
+                connector._first_loop_iter = False  # otherwise each pass would reset the epoch's first logged values
             weighed(kwargs["batch"])
             own()
             result = step()

@@ -157,7 +157,7 @@ class MemoryShortage:
         self._rose: float | None = None
 
     def update(self) -> None:
-        """Reads the counter; to be called regularly."""
+        """Reads the counter; call it regularly."""
         kills = self._count()  # None: the kernel removes a cgroup with its last process
         if kills is not None and kills != self._kills:
             self._kills, self._rose = kills, time.monotonic()

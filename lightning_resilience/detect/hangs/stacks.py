@@ -100,7 +100,7 @@ def show(frame: Frame) -> str:
 
 
 def inner(frames: Sequence[Frame]) -> Sequence[Frame]:
-    """The frames of a process without its parent's: the stack of a forked child begins with the parent's frames."""
+    """The frames of a process without its parent's: a forked child's stack contains these."""
     for index, frame in enumerate(frames):
         if frame.function == "_bootstrap" and short_path(frame) == "multiprocessing/process.py":
             return frames[:index]

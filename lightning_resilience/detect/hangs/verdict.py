@@ -146,7 +146,7 @@ class Verdict:
     """Which ranks hang, and which only wait for them.
 
     Args:
-        culprits: The ranks that hang, sorted by rank; several if several hang or cannot be told apart.
+        culprits: The ranks that hang, sorted by rank; several if all hang or cannot be distinguished.
         victims: All other ranks, sorted by rank.
     """
 

@@ -279,7 +279,7 @@ class Watchdog:
         self._cases = 0  # how many cases are over
         self._has_seen_cases = False  # a restart may keep the token: earlier cases do not concern these ranks
         self._checked_cases = self._checked_losses = 0.0
-        self._lost_fit: int | None = None  # the fit that has lost a rank: what its other ranks do is a consequence
+        self._lost_fit: int | None = None  # the fit that has lost a rank; other failures in it are consequences
         self._gone: set[int] = set()  # processes that have ended outside of a fit
         self._exits = ExitWatcher()
         self._storage = _Storage()
@@ -521,7 +521,7 @@ class Watchdog:
         self._record(rank.rank, fault)
 
     def _handle_death_outside_fits(self, rank: Rank, death: Death) -> None:
-        """Ends the other ranks when all of them wait: the launcher restarts all ranks, but its signal ends none.
+        """Ends the other ranks when all of them wait: the launcher must restart all ranks, but its signal ends none.
 
         Outside of a fit there is nothing to save. Ranks that compute or write get the time that a launcher gives them.
         """
@@ -724,7 +724,7 @@ class Watchdog:
         return judged
 
     def _why_extended(self, verdict: Verdict, late: RankEvidence) -> str | None:
-        """The reason why busy ranks get more time; ``None`` if they get none. Ending a slow rank helps nobody."""
+        """The reason why busy ranks get more time; ``None`` if they get none. Ending a merely slow rank is no help."""
         if not (verdict.is_hang and verdict.is_busy) or late.seconds >= _BUSY_FOR * late.timeout:
             return None
         if not self._is_started_again:

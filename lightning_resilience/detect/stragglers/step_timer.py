@@ -190,7 +190,7 @@ class DeviceStepTimer:
     Args:
         event: Creates a timed event; see :func:`timing_events`.
         sampling: Selects the steps to time.
-        stream: Returns the current stream. Waits in streams other than that of the step do not count.
+        stream: Returns the current stream. Waits in other streams than the step's do not count.
     """
 
     _MAX_IN_FLIGHT = 64
