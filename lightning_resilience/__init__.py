@@ -1,6 +1,6 @@
 """Callbacks and a launcher that let any PyTorch Lightning training run survive what kills training runs.
 
-Nothing is imported before it is used: the launcher must be up before torch and Lightning are.
+Nothing is imported before it is used, because the launcher must run before torch and Lightning are imported.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module("lightning_resilience.recipes")
     if name in _WHERE:
         found = getattr(importlib.import_module(f"lightning_resilience.{_WHERE[name]}"), name)
-        if _WHERE[name] == "callbacks":  # a LightningCLI looks for its package's, which may have come after ours
+        if _WHERE[name] == "callbacks":  # for a LightningCLI of a package imported later
             importlib.import_module("lightning_resilience._lightning.lightning_callbacks").adopt_namespaces()
         return found
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -89,7 +89,7 @@ def __dir__() -> list[str]:
 
 
 def _log_to_stderr() -> None:
-    # Like Lightning's own logger: readable without any setup, and left alone where the program has set up logging.
+    # Like Lightning's own logger: readable without any setup, and unchanged if the program has set up logging.
     logger = logging.getLogger(__name__)
     logger.setLevel(logging.INFO)
     if not logging.root.hasHandlers():

@@ -1,6 +1,6 @@
-"""What the arguments of a callback may be: read from the annotations of its ``__init__``, and checked before it runs.
+"""Checks the arguments of a callback against the annotations of its ``__init__``, before the ``__init__`` runs.
 
-An error names the callback, the argument, what was given and what to give instead.
+An error names the callback, the argument, the given value and what to give instead.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ _DURATION = "a number of seconds, a timedelta or 'H:MM:SS'"
 
 
 def checked(init: _Init) -> _Init:
-    """Has an ``__init__`` refuse what its annotations do not allow.
+    """Makes an ``__init__`` refuse arguments that its annotations do not allow.
 
-    What the annotation of an argument cannot say (a least value, say) is left to ``init`` itself, and named alike.
+    ``init`` itself checks what an annotation cannot express, such as a minimum; its errors get the same prefix.
 
     Raises:
-        TypeError: From the ``__init__`` that is returned: if an argument is not known, or of a wrong kind.
-        ValueError: From the ``__init__`` that is returned: if an argument makes no sense.
+        TypeError: From the returned ``__init__``: if an argument is unknown, or of a wrong type.
+        ValueError: From the returned ``__init__``: if an argument has an invalid value.
     """
     signature = inspect.signature(init)
     hints: dict[str, Any] = {}
@@ -61,11 +61,11 @@ def checked(init: _Init) -> _Init:
 
 
 def duration(name: str, value: Any) -> timedelta:
-    """The time that an argument means: a ``timedelta``, a number of seconds, or ``"0:15:00"``.
+    """Converts an argument to a ``timedelta``: it may be one, a number of seconds, or a text such as ``"0:15:00"``.
 
     Raises:
-        TypeError: If it is none of these.
-        ValueError: If it cannot be understood, or is not finite.
+        TypeError: If the value is none of these.
+        ValueError: If the value cannot be parsed, or is not finite.
     """
     if isinstance(value, timedelta):
         return value
@@ -89,7 +89,7 @@ def path(name: str, value: Any) -> None:
     """Checks that an argument is a path.
 
     Raises:
-        TypeError: If it is none.
+        TypeError: If it is not a path.
         ValueError: If it is empty.
     """
     if not isinstance(value, (str, os.PathLike)):
@@ -99,7 +99,7 @@ def path(name: str, value: Any) -> None:
 
 
 def shown(value: Any) -> str:
-    """How a value is written in a script."""
+    """A value as it is written in a script."""
     if isinstance(value, enum.Enum):
         return repr(value.name)
     if isinstance(value, tuple):
@@ -108,18 +108,18 @@ def shown(value: Any) -> str:
 
 
 def changed(owner: Any) -> dict[str, Any]:
-    """The options of ``owner`` that are not the defaults of its class, in the order of its arguments."""
+    """The options of ``owner`` that differ from the defaults of its class, in the order of its arguments."""
     parameters = inspect.signature(type(owner)).parameters.items()
     values = {name: getattr(owner, name, parameter.default) for name, parameter in parameters}
     return {name: values[name] for name, parameter in parameters if values[name] != parameter.default}
 
 
 def check_fields(owner: Any) -> None:
-    """Refuses values of a dataclass's fields that their annotations do not allow.
+    """Checks the values of a dataclass's fields against their annotations.
 
     Raises:
-        TypeError: If one is of a wrong kind.
-        ValueError: If one makes no sense.
+        TypeError: If a value is of a wrong type.
+        ValueError: If a value is not one of the allowed ones.
     """
     for name, hint in get_type_hints(type(owner)).items():
         _check(name, getattr(owner, name), hint)

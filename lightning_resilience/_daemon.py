@@ -1,4 +1,4 @@
-"""Work in a daemon thread, with its result. Unlike an executor, it does not delay the end of the process."""
+"""Runs work in a daemon thread and returns its result; unlike an executor's thread, it does not delay process exit."""
 
 from __future__ import annotations
 
@@ -14,21 +14,22 @@ T = TypeVar("T")
 
 
 def in_daemon_thread(work: Callable[[], T], name: str | None = None) -> Future[T]:
-    """Starts ``work`` in a thread of its own.
+    """Starts ``work`` in a new daemon thread.
 
     Args:
-        work: What to do.
-        name: Of the thread, for who looks at a stack.
+        work: The function to run.
+        name: The thread's name, shown in stacks.
 
     Returns:
-        What ``work`` returns or raises; ``result(seconds)`` raises :class:`NoAnswer` if that is not there in time.
+        A future with the result or the error of ``work``; ``result(seconds)`` raises :class:`NoAnswer` if ``work`` has
+        not ended in time.
     """
     future: Future[T] = Future()
     pending = [work]
 
     def run() -> None:
         try:
-            future.set_result(pending.pop()())  # who waits for it finds nothing of it kept alive by a thread that ends
+            future.set_result(pending.pop()())  # pop(): the ending thread must keep no reference to the work
         except BaseException as error:
             future.set_exception(error)
 

@@ -1,4 +1,4 @@
-"""Small files that a crash cannot tear: written beside, synced, renamed, and the directory synced after."""
+"""Writes small files that a crash cannot tear: writes a temporary file, syncs it, renames it, syncs the directory."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 PATIENCE_S = 60.0
-"""For how long reads are tried again at a start before they fail it."""
+"""How many seconds failing reads are retried at a start before the start fails."""
 
 _LASTING = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG)
-"""Errors that waiting does not help against."""
+"""Errors that do not go away by waiting."""
 OF_A_PATH = (*_LASTING, errno.ENOENT, errno.EEXIST, errno.ELOOP)
-"""Errors that say more about a path than about the storage, or that it shows that by mistake for a while."""
+"""Errors that concern a path rather than the storage, or that the storage may report for a while by mistake."""
 _SAID_EVERY_S = 15.0
 _LONGEST_PAUSE_S = 2.0
 
@@ -45,7 +45,7 @@ def sync_directory(directory: str | os.PathLike[str]) -> None:
     try:
         os.fsync(fd)
     except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some file systems know that of files only
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some file systems can sync files only
             raise
     finally:
         os.close(fd)
@@ -62,19 +62,19 @@ def make_directory(directory: str | os.PathLike[str]) -> None:
 
 
 def matching(directory: str | os.PathLike[str], *patterns: str) -> list[Path]:
-    """What matches in ``directory``, also while others remove folders there, which ``Path.glob`` does not survive."""
+    """The matching paths in ``directory``; unlike ``Path.glob`` it works while other processes remove folders there."""
     return [Path(directory, name) for pattern in patterns for name in glob.glob(pattern, root_dir=directory)]
 
 
 def _host() -> str:
-    # Containers on one host may share its name, and not the numbers of processes.
+    # Containers on one host may share the host's name, but not the process ids.
     return f"{zlib.crc32(f'{os.uname().nodename} {pid_namespace()}'.encode()):08x}"
 
 
 def temporary_path(path: str | os.PathLike[str]) -> Path:
     """A name beside ``path`` that no other writer uses and that no reader takes for a finished file."""
     path = Path(path)
-    # Shortened, because a name has 255 bytes at most and checkpoints are named after their metrics.
+    # Shortened, because a name has 255 bytes at most, and checkpoint names contain metrics.
     return path.with_name(f".{path.name[:50]}.{_host()}-{os.getpid()}-{uuid.uuid4().hex[:8]}.tmp")
 
 
@@ -86,11 +86,11 @@ def is_temporary(path: str | os.PathLike[str]) -> bool:
 def is_abandoned(path: Path) -> bool:
     """Whether ``path`` is a temporary file that no writer will finish.
 
-    It may become a finished one while its writer lives on this host, or ran on another one (of which nothing is known
-    here) and the file is younger than a day.
+    A writer may still finish the file in two cases: its process lives on this host, or it ran on another host (where
+    nothing is known of it) and the file is younger than a day.
 
     Raises:
-        OSError: If it is not there any more.
+        OSError: If the file does not exist any more.
     """
     if (name := _TEMPORARY_NAME.fullmatch(path.name)) is None:
         return False
@@ -99,13 +99,13 @@ def is_abandoned(path: Path) -> bool:
 
 
 def clean_temporaries(directory: str | os.PathLike[str]) -> list[Path]:
-    """Removes what killed writers left in ``directory``, and returns it; see :func:`is_abandoned`."""
+    """Removes the temporary files of killed writers in ``directory`` (:func:`is_abandoned`); returns their paths."""
     removed = []
     for path in sorted(Path(directory).glob(".*.tmp")):
         try:
             if not is_abandoned(path):
                 continue
-            if path.is_dir() and not path.is_symlink():  # On its way out: a removal was killed.
+            if path.is_dir() and not path.is_symlink():  # A killed process was about to remove this folder.
                 shutil.rmtree(path)
             else:
                 path.unlink()
@@ -117,7 +117,7 @@ def clean_temporaries(directory: str | os.PathLike[str]) -> list[Path]:
 
 @contextmanager
 def _errors_name(path: str | os.PathLike[str], temporary: Path) -> Iterator[None]:
-    """Has errors about a temporary file name the file that it was to become."""
+    """Makes errors about a temporary file name the final file instead."""
     try:
         yield
     except OSError as error:
@@ -128,14 +128,14 @@ def _errors_name(path: str | os.PathLike[str], temporary: Path) -> Iterator[None
 
 @contextmanager
 def _replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """A temporary path, renamed to ``path`` at the end of the block, or removed if that raises."""
+    """Gives a temporary path, which is renamed to ``path`` at the end of the block, or removed if the block raises."""
     temporary = temporary_path(path)
     try:
         with _errors_name(path, temporary):
             yield temporary
         os.replace(temporary, path)
     except BaseException:
-        with suppress(OSError):  # fails too on storage that has become read-only; the first error counts
+        with suppress(OSError):  # this fails too if the storage has become read-only; the first error counts
             temporary.unlink(missing_ok=True)
         raise
     sync_directory(temporary.parent)
@@ -146,13 +146,13 @@ def publish(
 ) -> T:
     """Calls ``write`` on a temporary file in the directory of ``path`` and renames it to ``path`` once it is on disk.
 
-    A reader sees the old content or the new one, never a part. If anything raises, ``path`` is untouched and the
+    A reader sees the old content or the new content, never a part. If anything raises, ``path`` is unchanged and the
     temporary file is removed.
 
     Args:
         path: The file to write or to replace.
-        write: Writes the content; may read it back. What it returns is returned.
-        before_publish: Called when the content is on disk, right before the rename; what it raises stops the rename.
+        write: Writes the content; may read it back. Its result is returned.
+        before_publish: Called when the content is on disk, right before the rename. If it raises, there is no rename.
     """
     with _replacing(path) as temporary:
         with open(temporary, "x+b") as file:
@@ -165,7 +165,7 @@ def publish(
 
 
 def publish_link(path: str | os.PathLike[str], target: str) -> None:
-    """Makes ``path`` a symbolic link to ``target`` in one step: it never is missing in between."""
+    """Makes ``path`` a symbolic link to ``target`` in one step: ``path`` is never missing in between."""
     with _replacing(path) as temporary:
         os.symlink(target, temporary)
 
@@ -182,7 +182,7 @@ def create_json(path: str | os.PathLike[str], content: dict[str, Any]) -> bool:
     """Publishes ``content`` as JSON, unless the file exists.
 
     Returns:
-        Whether it was published; of several writers, by one only.
+        Whether this call has published it; true for only one of several writers.
     """
     path, written = Path(path), temporary_path(path)
     with _errors_name(path, written):
@@ -191,7 +191,7 @@ def create_json(path: str | os.PathLike[str], content: dict[str, Any]) -> bool:
         os.link(written, path)
     except FileExistsError:
         return False
-    except OSError:  # storage without hard links: then the last one counts
+    except OSError:  # storage without hard links: then the last writer counts
         write_json(path, content)
         return read_json(path) == content
     finally:
@@ -204,7 +204,7 @@ def load_json(path: str | os.PathLike[str]) -> dict[str, Any] | None:
     """The JSON object in ``path``, or ``None`` if the file is missing or holds anything else.
 
     Raises:
-        OSError: If the storage fails to answer: that says nothing about the file.
+        OSError: If the storage fails, so that the content of the file is unknown.
     """
     try:
         content = json.loads(Path(path).read_bytes())
@@ -214,7 +214,7 @@ def load_json(path: str | os.PathLike[str]) -> dict[str, Any] | None:
 
 
 def read_json(path: str | os.PathLike[str]) -> dict[str, Any] | None:
-    """As :func:`load_json`, and ``None`` also where the storage fails to answer."""
+    """Like :func:`load_json`, but returns ``None`` also if the storage fails."""
     try:
         return load_json(path)
     except OSError:
@@ -222,16 +222,16 @@ def read_json(path: str | os.PathLike[str]) -> dict[str, Any] | None:
 
 
 def _lasts(error: OSError) -> bool:
-    # The files of the kernel are there or not; elsewhere a missing file may be one that a server shows late.
+    # A file in /proc exists or does not; elsewhere a file may seem missing because a server shows it late.
     is_kernels = error.errno == errno.ENOENT and os.path.realpath(str(error.filename)).startswith("/proc/")
     return error.errno in _LASTING or is_kernels
 
 
 class Patience:
-    """Retries what fails because the storage does not answer, for about a minute in all.
+    """Retries calls that fail because of the storage, for about a minute in all.
 
-    Common right after the fault of a node: stale handles, missing mounts. Only the time spent on failures counts, over
-    all calls.
+    Such failures are common right after a fault of a node: stale handles, missing mounts. Only the time spent on
+    failures counts, over all calls.
 
     Args:
         waiting: Called between retries.
@@ -242,14 +242,14 @@ class Patience:
         self.left_s = PATIENCE_S
 
     def __call__(self, action: Callable[[], T], who: str = "") -> T:
-        """Returns what ``action`` returns.
+        """Calls ``action`` until it succeeds, and returns its result.
 
         Args:
             action: Called again after an ``OSError``.
-            who: Prefix of log lines: ``Rank 3 on n7``.
+            who: Prefix of log lines, such as ``Rank 3 on n7``.
 
         Raises:
-            OSError: The last one, when no patience is left.
+            OSError: The last error, when no patience is left or waiting does not help.
         """
         failed_s, said_s, pause_s = 0.0, -_SAID_EVERY_S, 0.1
         prefix = f"{who}: " if who else ""

@@ -1,4 +1,4 @@
-"""Tables, durations, sizes and times as a person reads them."""
+"""Formats tables, durations, sizes and times for people."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from collections.abc import Sequence
 from datetime import datetime
 
 UNLIMITED_BYTES = 1 << 60
-"""What stands for a size without a limit."""
+"""The number that stands for an unlimited size."""
 
 _NUMBER = re.compile(r"(>=)?\d+(\.\d+)?( %)?|-")
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """The lines of a table with its columns aligned, those of numbers to the right.
+    """The lines of a table with aligned columns; columns of numbers are aligned to the right.
 
     Args:
         head: The names of the columns.
-        rows: The cells, as many in every row.
+        rows: The cells, the same number in every row.
     """
     columns = []
     for name, *cells in zip(head, *rows, strict=True):
@@ -28,13 +28,13 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def fitted(head: Sequence[str], rows: Sequence[Sequence[str]], left_out_first: Sequence[str], width: int) -> list[str]:
-    """A table for a terminal: without some of its columns, and with short first cells, where it has few columns.
+    """A table that fits a terminal: in a narrow one it lacks some columns, and its first cells are shortened.
 
     Args:
         head: The names of the columns.
-        rows: The cells, as many in every row.
+        rows: The cells, the same number in every row.
         left_out_first: Names of columns that may be left out, in this order.
-        width: Columns of the terminal.
+        width: The terminal's width in characters.
     """
     shown = list(range(len(head)))
 
@@ -46,32 +46,32 @@ def fitted(head: Sequence[str], rows: Sequence[Sequence[str]], left_out_first: S
             return lines()
         shown.remove(head.index(name))
     over = max(map(len, lines())) - width
-    if over > 0:  # the end of a name tells it from others
+    if over > 0:  # keeps the end of a name, in which names differ
         longest = max(max(len(row[0]) for row in rows) - over, 4)
         rows = [[each if len(each) <= longest else f"...{each[3 - longest :]}", *rest] for each, *rest in rows]
     return lines()
 
 
 def printable(line: str) -> str:
-    """A line without what a terminal would act on: names of files, and texts in them, may be anything."""
+    """Escapes characters on which a terminal would act: file names, and texts in files, may contain anything."""
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in line)
 
 
 def time_ago(seconds: float) -> str:
-    """How long ago something was: ``8.3 s ago``, ``3 h 20 min ago``, ``12 days ago``.
+    """A time ago as text: ``8.3 s ago``, ``3 h 20 min ago``, ``12 days ago``.
 
     Args:
-        seconds: How long.
+        seconds: How many seconds ago.
     """
     days = seconds / 86400
     return f"{days:.0f} days ago" if days >= 2 else f"{duration(max(0.0, seconds))} ago"
 
 
 def duration(seconds: float) -> str:
-    """A duration: ``8.3 s``, ``12 min 05 s``, ``3 h 20 min``.
+    """A duration as text: ``8.3 s``, ``12 min 05 s``, ``3 h 20 min``.
 
     Args:
-        seconds: How long.
+        seconds: The duration in seconds.
     """
     if seconds < 60:
         return f"{seconds:.1f} s"
@@ -80,10 +80,10 @@ def duration(seconds: float) -> str:
 
 
 def format_bytes(nbytes: float) -> str:
-    """A size: ``1.2 GiB``.
+    """A size as text: ``1.2 GiB``.
 
     Args:
-        nbytes: How many bytes.
+        nbytes: The size in bytes.
     """
     if nbytes >= UNLIMITED_BYTES:
         return "any amount"
@@ -95,20 +95,20 @@ def format_bytes(nbytes: float) -> str:
 
 
 def timestamp(seconds: float) -> str:
-    """A time of this machine's zone: ``2026-01-31 13:05:59``.
+    """A time in this machine's time zone as text: ``2026-01-31 13:05:59``.
 
     Args:
-        seconds: Since the epoch.
+        seconds: The time in seconds since the epoch.
     """
     return datetime.fromtimestamp(seconds).strftime("%Y-%m-%d %H:%M:%S")
 
 
 def shortened(text: str, length: int) -> str:
-    """A text in one line of limited length.
+    """Shortens a text to one line of limited length.
 
     Args:
-        text: With any white space.
-        length: Characters, the three dots at the end included.
+        text: The text, with any white space.
+        length: The maximum number of characters, including the three dots at the end.
     """
     text = " ".join(text.split())
     return text if len(text) <= length else text[: length - 3] + "..."
@@ -118,15 +118,15 @@ def or_dash(value: object) -> str:
     """The cell of a table: ``-`` for ``None``.
 
     Args:
-        value: What is shown.
+        value: The value to show.
     """
     return "-" if value is None else str(value)
 
 
 def node_range(nodes: Sequence[str]) -> str:
-    """The names of nodes, or the first and the last of more than three.
+    """The names of nodes as text; of more than three nodes the first and the last.
 
     Args:
-        nodes: In the order of the scheduler.
+        nodes: The names, in the order of the scheduler.
     """
     return ",".join(nodes) if len(nodes) <= 3 else f"{nodes[0]}..{nodes[-1]} ({len(nodes)})"

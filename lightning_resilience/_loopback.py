@@ -1,6 +1,6 @@
-"""A store that only this machine reaches.
+"""Serves a ``TCPStore`` that only this machine can reach.
 
-The server of a ``TCPStore`` listens on all interfaces, whatever host it is given, and asks nobody who they are.
+By default the server of a ``TCPStore`` listens on all interfaces, whatever host it is given, without authentication.
 """
 
 from __future__ import annotations
@@ -13,18 +13,19 @@ ADDRESS = "127.0.0.1"
 
 
 def listen() -> socket.socket:
-    """A socket for the server of a store that is made later: who connects meanwhile waits."""
+    """A socket for the server of a store that is created later: clients that connect before that wait."""
     return socket.create_server((ADDRESS, 0))
 
 
 def serve_store(timeout_s: float, server: socket.socket | None = None) -> Any:
-    """A ``TCPStore`` with its server, for as long as what is returned lives.
+    """Creates a ``TCPStore`` with its server, which runs while the returned store exists.
 
-    One that this process makes afterwards with the same port shares the server, if both are ``multi_tenant``.
+    Another ``TCPStore`` that this process creates later with the same port shares the server, if both are
+    ``multi_tenant``.
 
     Args:
-        timeout_s: How long its operations may take.
-        server: See :func:`listen`; default: a new one.
+        timeout_s: How many seconds its operations may take.
+        server: The socket, see :func:`listen`; default: a new one.
     """
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
@@ -36,5 +37,5 @@ def serve_store(timeout_s: float, server: socket.socket | None = None) -> Any:
         wait_for_workers=False,
         timeout=timedelta(seconds=timeout_s),
         multi_tenant=True,
-        master_listen_fd=server.detach(),  # from here on the store's
+        master_listen_fd=server.detach(),  # from here on the store owns the socket
     )

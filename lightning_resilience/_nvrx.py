@@ -1,8 +1,8 @@
-"""The only file that knows which version of nvidia-resiliency-ext (NVRx) is installed, if any.
+"""The interface to nvidia-resiliency-ext (NVRx): the only file that depends on whether and which NVRx is installed.
 
-As a program it is the elastic launcher that starts the workers: NVRx's ``ft_launcher``, or ``torchrun`` where NVRx is
-not installed, protected from what a scheduler does to it (see :func:`main`). In a worker it tells NVRx's rank monitor
-what the rank is doing (:class:`SectionReporter`), and the launcher what it shall do (:meth:`RankMonitor.send`).
+As a program it is the elastic launcher that starts the workers: NVRx's ``ft_launcher``, or ``torchrun`` if NVRx is not
+installed, protected from the signals of a scheduler (see :func:`main`). In a worker it reports to NVRx's rank monitor
+what the rank is doing (:class:`SectionReporter`), and sends requests to the launcher (:meth:`RankMonitor.send`).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from lightning_resilience.run.deadlines import (
 log = logging.getLogger(__name__)
 
 WorkloadAction = Literal["continue", "exclude_this_node", "shutdown_workload"]
-"""What a worker may ask of its launcher: to restart as usual, to do so without this node, or not at all."""
+"""The requests of a worker to its launcher: restart as usual, restart without this node, or do not restart."""
 
 EXCLUDE_THIS_NODE: WorkloadAction = "exclude_this_node"
 
@@ -54,8 +54,8 @@ _NVRX_ACTIONS: dict[str, WorkloadAction] = {
     "ExcludeThisNode": "exclude_this_node",
     "ShutdownWorkload": "shutdown_workload",
 }
-# Both versions must know a name before it is used, and the newer one gives "step" a meaning of its own. A rank that
-# is in none of these is "out of section" for NVRx.
+# In all NVRx versions a name must be configured before it is used; newer ones give "step" a meaning of its own. For
+# NVRx a rank in any other section is "out of section".
 _NVRX_SECTIONS: dict[Section, str] = {
     "setup": "setup",
     "step": "step",
@@ -67,13 +67,14 @@ _CHECK_EVERY_S = 1.0
 _REPORT_EVERY_S = 0.5
 
 RUN_ID_VARIABLE = "LIGHTNING_RESILIENCE_RENDEZVOUS_ID"
-"""Environment variable with the id of the rendezvous: who knows it can take part, and all may see a command line."""
+"""Environment variable with the id of the rendezvous. It is secret, because a process that knows it can take part, and
+all users of a machine can see a command line."""
 
 FOLDER_VARIABLE = "LIGHTNING_RESILIENCE_LAUNCHER_FOLDER"
-"""Environment variable with the folder for temporary files of the elastic launcher and of ranks, sockets above all."""
+"""Environment variable with the folder for temporary files of the elastic launcher and of ranks, mainly sockets."""
 
 LOOPBACK = f"{ADDRESS}:0"
-"""The endpoint of a rendezvous of one node."""
+"""The endpoint for the rendezvous of a single node."""
 
 _NVRX_LAUNCHER = "nvidia_resiliency_ext.fault_tolerance.launcher"
 _TORCH_LAUNCHER = "torch.distributed.run"
@@ -89,7 +90,7 @@ def installed_version() -> tuple[int, ...] | None:
 
 
 def ignore_pynvml() -> None:
-    """Has torch not warn of what NVRx brings along, on every rank and in every command."""
+    """Silences torch's warning, on every rank and in every command, about the ``pynvml`` package that NVRx installs."""
     warnings.filterwarnings("ignore", message=".*pynvml package is deprecated", category=FutureWarning)
 
 
@@ -99,7 +100,7 @@ _LAST_LINES = 12
 
 
 def elastic_log(run_dir: Path) -> Path:
-    """Where the elastic launcher of this node says what it has to say.
+    """The log file of this node's elastic launcher.
 
     Args:
         run_dir: The run directory.
@@ -108,7 +109,7 @@ def elastic_log(run_dir: Path) -> Path:
 
 
 def open_log(path: str) -> TextIO | None:
-    """Opens the launcher's log, to go on with it; ``None``: it cannot be written, since the disk is full, say.
+    """Opens the launcher's log for appending; ``None`` if it cannot be written, for example because the disk is full.
 
     Args:
         path: See :func:`elastic_log`.
@@ -123,11 +124,11 @@ def open_log(path: str) -> TextIO | None:
 
 
 def last_words(log: Path, begin: int) -> list[str]:
-    """The last lines that the elastic launcher has said, for one that has not even started the workers.
+    """The last lines in the elastic launcher's log, shown if the launcher has not even started the workers.
 
     Args:
         log: See :func:`elastic_log`.
-        begin: How many bytes of it are older.
+        begin: How many bytes of the log are from earlier launches.
     """
     with suppress(OSError), open(log, "rb") as file:
         file.seek(begin)
@@ -136,8 +137,8 @@ def last_words(log: Path, begin: int) -> list[str]:
 
 
 _OWN_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-"""Gives the workers of every attempt a store of their own. torch's elastic launcher, which NVRx uses from 0.5 on, hands
-them that of the rendezvous, in which a restarted gloo group meets the addresses of the one before and hangs."""
+"""Gives the workers of every attempt their own store. torch's elastic launcher, which NVRx uses from 0.5 on, would hand
+them the store of the rendezvous, where a restarted gloo group finds the addresses of the previous group and hangs."""
 
 
 def elastic_launcher(
@@ -148,18 +149,18 @@ def elastic_launcher(
     version: tuple[int, ...] | None,
     is_preview: bool = False,
 ) -> tuple[list[str], dict[str, str]]:
-    """The start of the elastic launcher's command line, and what it needs in its environment.
+    """The beginning of the elastic launcher's command line, and its environment variables.
 
-    The rendezvous and the program to run follow on the command line.
+    The caller adds the rendezvous and the program to run to the command line.
 
     Args:
-        max_restarts: How often it may restart the workers.
-        term_timeout_s: How long the workers may take to end after it was told to stop.
-        section_timeouts: Seconds by section, as ranks note them in their progress; infinite: no limit. They hold for
-            ranks that report their sections, and for no others.
+        max_restarts: How often the launcher may restart the workers.
+        term_timeout_s: How many seconds the workers may take to end after the launcher was asked to stop.
+        section_timeouts: Seconds by section, as ranks record them in their progress; infinite: no limit. They apply
+            only to ranks that report their sections.
         run_dir: The run directory.
-        version: NVRx's, see :func:`installed_version`.
-        is_preview: Whether nothing is written, since it is not to be run.
+        version: The version of NVRx, see :func:`installed_version`.
+        is_preview: Whether the command is only shown, so that no file is written.
     """
     directory, log = run_dir / "elastic", elastic_log(run_dir)
     if not is_preview:
@@ -169,11 +170,11 @@ def elastic_launcher(
     common = [f"--max-restarts={max_restarts}", f"--log-dir={directory}"]
     log_to = {_LOG_VARIABLE: str(log)}
     if version is None:
-        # An environment variable: unlike a flag, an older torch that does not know it does not mind.
+        # An environment variable and no flag, because an older torch ignores an unknown variable.
         timeout = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": f"{term_timeout_s:.0f}"}
         return [*command, _TORCH_LAUNCHER, *common], timeout | log_to | _OWN_STORE
-    # Until 0.5 a rank that has sent no heartbeat for an hour is killed, and only a file can turn that off: not every
-    # script sends any.
+    # Before 0.5 NVRx kills a rank that has sent no heartbeat for an hour, and only a file can turn that off. Not every
+    # script sends heartbeats.
     config = directory / "ft_config.yaml"
     limits: dict[str, float] = {}
     for section, name in _NVRX_SECTIONS.items():
@@ -190,7 +191,7 @@ def elastic_launcher(
     command += [_NVRX_LAUNCHER, *common, f"--ft-cfg-path={config}", "--ft-log-level=WARNING"]
     command += [f"--term-timeout={term_timeout_s:.0f}", f"--workers-stop-timeout={WORKERS_STOP_TIMEOUT_S}"]
     if version < (0, 5):
-        # The default since, and full of errors where there is no such card.
+        # This is the default from 0.5 on. The monitor logs many errors on a machine without such a network card.
         command += ["--ft-enable-nic-monitor=false"]
     environment = log_to | {"FT_LAUNCHER_LOGLEVEL": os.environ.get("FT_LAUNCHER_LOGLEVEL", "WARNING")}
     return command, environment if version < (0, 5) else environment | _OWN_STORE
@@ -209,7 +210,7 @@ class RankMonitor:
     """This rank's connection to the rank monitor, a process of ``ft_launcher`` that ends the rank when it is overdue.
 
     The monitor serves one connection of a rank at a time. A rank that has never connected, or has closed its
-    connection, may take as long as it likes.
+    connection, has no limits.
 
     Raises:
         ImportError: If NVRx cannot be imported.
@@ -222,16 +223,16 @@ class RankMonitor:
         self._client = RankMonitorClient()
         self._client.rank_info = RankInfo.get_for_current_rank()  # for requests that are sent without a connection
         self._open: str | None = None
-        # Until 0.5 a client without heartbeats is killed after an hour, unless ft_launcher was told otherwise.
+        # Before 0.5 a client without heartbeats is killed after an hour, unless ft_launcher was configured otherwise.
         no_heartbeats = {"initial": None, "subsequent": None, "were_calculated": False}
         self._load_timeouts({"heartbeat": no_heartbeats})
 
     def connect(self) -> None:
-        """Connects; from here on the limits hold that ``ft_launcher`` was given.
+        """Connects to the monitor; from here on the limits given to ``ft_launcher`` hold.
 
         Raises:
-            RuntimeError: If it was given limits for none of the sections.
-            Exception: Whatever NVRx raises if the monitor is gone or answers otherwise than expected.
+            RuntimeError: If ``ft_launcher`` has no limit for any of the sections.
+            Exception: Whatever NVRx raises if the monitor has ended or answers otherwise than expected.
         """
         self._client.init_workload_monitoring()
         missing = sorted(set(_NVRX_SECTIONS.values()) - self._configured)
@@ -247,16 +248,16 @@ class RankMonitor:
 
     @property
     def _configured(self) -> set[str]:
-        # A name that the monitor does not know ends its hang detection for good (0.4.1) or does nothing (0.7).
+        # A name that the monitor does not know ends its hang detection permanently (0.4.1) or does nothing (0.7).
         return set(self._client.cfg.rank_section_timeouts)
 
     def report(self, section: Section, timeout_s: float, advanced: bool) -> None:
-        """Says where the rank is.
+        """Reports the rank's section to the monitor.
 
         Args:
-            section: What it is doing.
-            timeout_s: How long it may take until it advances; infinite: as long as it likes.
-            advanced: Whether it has done so since the last report.
+            section: What the rank is doing.
+            timeout_s: How many seconds it may take until it advances; infinite: no limit.
+            advanced: Whether it has advanced since the last report.
         """
         name = _NVRX_SECTIONS.get(section)
         if name not in self._configured:
@@ -264,13 +265,14 @@ class RankMonitor:
         if name == self._open and not advanced:
             return
         if name is None and self._open is None:
-            # What starts NVRx's clock for out of section anew; end_all_sections, made for that, does nothing in 0.7.
+            # Opens and closes a section to restart NVRx's clock for "out of section": end_all_sections, which is meant
+            # for that, does nothing in 0.7.
             self._open = min(self._configured & set(_NVRX_SECTIONS.values()))
             self._client.start_section(self._open)
         if self._open is not None:
             self._client.end_section(self._open)
             self._open = None
-        # Between two sections: a limit that is lowered must not meet the time of what came before.
+        # Sets the limit between two sections: a lowered limit must not apply to the time already spent in a section.
         self._set_limit(name, timeout_s)
         if name is not None:
             self._client.start_section(name)
@@ -289,13 +291,13 @@ class RankMonitor:
         self._client.load_state_dict({self._client.CURRENT_TIMEOUTS_STATE_KEY: timeouts})
 
     def send(self, action: WorkloadAction, description: str) -> None:
-        """Asks the launcher for something; it acts when the workers have ended, instead of restarting them as usual.
+        """Sends a request to the launcher, which acts on it when the workers have ended, instead of a usual restart.
 
-        A launcher that does not answer is a warning: the rank that asks has failures enough.
+        If the launcher does not answer, this logs a warning and raises nothing: the rank has already failed.
 
         Args:
-            action: What it shall do.
-            description: Why, for its log.
+            action: What the launcher should do.
+            description: The reason, for the launcher's log.
         """
         from nvidia_resiliency_ext.fault_tolerance import WorkloadAction as NvrxAction
         from nvidia_resiliency_ext.fault_tolerance import WorkloadControlRequest
@@ -314,7 +316,7 @@ class RankMonitor:
         log.warning("ft_launcher could not be asked to %s: %s", action.replace("_", " "), problem)
 
     def close(self) -> None:
-        """Closes the section that is open, and the connection: the rank is not watched any more."""
+        """Closes the open section and the connection, so that the monitor does not watch the rank any more."""
         try:
             if self._open is not None:
                 self._client.end_section(self._open)
@@ -327,15 +329,16 @@ _HOW_TO_CONFIGURE = "give it --ft-rank-section-timeouts=setup:600,step:180,check
 
 
 class SectionReporter(threading.Thread):
-    """Tells the rank monitor twice a second where the rank is. The training thread sends nothing and waits for nothing.
+    """Reports the rank's section to the rank monitor twice a second. The training thread sends and waits for nothing.
 
-    It reads the rank's progress, as the watchdog does, and so the limits that the rank notes there hold for NVRx too.
-    When the monitor is gone or a message fails, that is one warning, and the rank goes on without it.
+    The thread reads the rank's progress record, as the watchdog does, so the limits that the rank records there hold
+    for NVRx too. If the monitor has ended or a message fails, the thread logs one warning, and the rank continues
+    without the monitor.
 
     Args:
-        progress: The record of the rank's progress, see
-            :class:`~lightning_resilience.detect.hangs.progress.Progress`. A file beside it that ends with ``.excused``
-            and is touched gives the rank its time once more.
+        progress: The rank's progress record, see
+            :class:`~lightning_resilience.detect.hangs.progress.Progress`. When a file beside it that ends with
+            ``.excused`` is touched, the rank's limit starts again.
         monitor: The rank monitor, not connected yet.
     """
 
@@ -347,13 +350,13 @@ class SectionReporter(threading.Thread):
         self._stopping = threading.Event()
 
     def run(self) -> None:
-        """Reports until stopped."""
+        """Reports until the thread is stopped."""
         try:
             self._monitor.connect()
             self._report()
         except Exception as error:
-            log.warning("NVRx's rank monitor no longer watches this rank; the watchdog does: %s", error)
-        with suppress(Exception):  # the monitor may be what has gone
+            log.warning("NVRx's rank monitor does not watch this rank any more, the watchdog does: %s", error)
+        with suppress(Exception):  # the monitor may have ended
             self._monitor.close()
 
     def _report(self) -> None:
@@ -374,7 +377,7 @@ class SectionReporter(threading.Thread):
             return 0
 
     def stop(self) -> None:
-        """The rank leaves the fit; returns when it is not watched any more, or when the monitor does not answer."""
+        """Stops reporting when the rank leaves the fit; waits until the monitor has closed, but only for some time."""
         self._stopping.set()
         self.join(NVRX_ANSWERS_WITHIN_S)
         if self.is_alive():
@@ -390,16 +393,16 @@ _kernel_profiler: KernelProfiler | None = None
 
 
 class KernelProfiler:
-    """NVRx's profiler of a device's kernels (CUPTI), switched on in few steps: it takes time for every kernel.
+    """NVRx's profiler of a device's kernels (CUPTI), turned on in few steps only, since it costs time for every kernel.
 
-    There is one in a process, and it is never shut down: CUPTI would be taken away from kernels that are under way.
+    A process has one, and it is never shut down: that would remove CUPTI under running kernels.
 
     Args:
-        manager: Its ``CuptiManager``, initialised.
-        clock: Gives seconds.
+        manager: NVRx's ``CuptiManager``, initialized.
+        clock: Returns seconds.
 
     Attributes:
-        problem: Why it measures no more, if so.
+        problem: The reason why it does not measure any more; ``None`` while it works.
     """
 
     def __init__(self, manager: Any, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -411,12 +414,19 @@ class KernelProfiler:
         self._began: float | None = None
 
     def allow(self, until_report: float) -> tuple[int, float]:
-        """Until the next report, in so many seconds, it measures so many steps, and none after so many seconds."""
+        """Allows measuring until the next report.
+
+        Args:
+            until_report: Seconds until the next report.
+
+        Returns:
+            How many steps it measures until then, and after how many measured seconds it stops.
+        """
         self._steps, self._seconds = _PROFILED_STEPS, _PROFILED_SHARE * until_report
         return self._steps, self._seconds
 
     def start(self) -> None:
-        """A step begins to compute: its kernels are measured if they may be."""
+        """Starts to measure the kernels of a step that begins to compute, if measuring is allowed."""
         if self._began is not None or self.problem is not None or self._steps <= 0 or self._seconds <= 0:
             return
         if getattr(sys.modules.get("torch.autograd.profiler"), "_is_profiler_enabled", False):
@@ -425,7 +435,7 @@ class KernelProfiler:
             self._began = self._clock()
 
     def stop(self) -> None:
-        """It has computed; what the device has not come to yet is left out."""
+        """Stops measuring after the step has computed; kernels that the device has not run yet are left out."""
         if self._began is not None:
             self._does(self._manager.stop_profiling)
             self._steps -= 1
@@ -435,7 +445,7 @@ class KernelProfiler:
     def take(self) -> dict[str, tuple[float, float]]:
         """The median and the total time of each kernel since the last call.
 
-        But for those in which ranks wait for each other.
+        Kernels in which ranks wait for each other are left out.
         """
         found: dict[str, Any] = {}
         if self.problem is None:
@@ -444,13 +454,13 @@ class KernelProfiler:
         return {name: (each.median, each.avg * each.num_calls) for name, each in found.items() if "ncclDev" not in name}
 
     def close(self) -> None:
-        """Measures no more, and forgets what it has measured."""
+        """Stops measuring, and discards the results."""
         self.stop()
         self.take()
         self._steps = 0
 
     def _does(self, call: Callable[[], object]) -> bool:
-        """A profiler that does not work, such as beside another program's, is not worth the training."""
+        """Calls the profiler and keeps any error as ``problem``: a broken profiler must not end the training."""
         try:
             call()
         except RuntimeError as error:
@@ -459,7 +469,7 @@ class KernelProfiler:
 
 
 def kernel_profiler() -> tuple[KernelProfiler | None, str | None]:
-    """NVRx's profiler of kernels, or why it does not work here."""
+    """NVRx's profiler of kernels, or ``None`` and the reason why it does not work here."""
     global _kernel_profiler
     if _kernel_profiler is not None:
         return _kernel_profiler, None
@@ -473,7 +483,7 @@ def kernel_profiler() -> tuple[KernelProfiler | None, str | None]:
             manager.initialize()
         except (ImportError, OSError, RuntimeError) as error:
             return None, f"NVRx's profiler does not start ({type(error).__name__}: {error})"
-        # CUPTI calls it for its buffers also when the interpreter has let go of everything.
+        # CUPTI calls it for buffers even after the interpreter has released all objects.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(manager))
         _kernel_profiler = KernelProfiler(manager)
         return _kernel_profiler, None
@@ -481,16 +491,16 @@ def kernel_profiler() -> tuple[KernelProfiler | None, str | None]:
 
 
 def parse_request(request: Any, reason: str) -> tuple[WorkloadAction, str]:
-    """What a policy wants of the launcher, and why.
+    """Parses a policy's request to the launcher; returns the action and the reason.
 
     Args:
         request: NVRx's ``WorkloadControlRequest`` or ``WorkloadAction``, or one of ``"continue"``,
             ``"exclude_this_node"`` and ``"shutdown_workload"``, for which NVRx need not be installed. ``None``:
             continue.
-        reason: Why, if the request does not say so itself.
+        reason: The reason if the request has no description.
 
     Raises:
-        ValueError: If it is something else.
+        ValueError: If the request is something else.
     """
     if request is None:
         return "continue", reason
@@ -505,25 +515,27 @@ def parse_request(request: Any, reason: str) -> tuple[WorkloadAction, str]:
 
 
 def main() -> None:
-    """Runs the launcher module that is named first on the command line, hardened.
+    """Runs the launcher module that is the first argument of the command line, hardened as follows.
 
-    * A second SIGTERM would cut the grace period short: the launcher raises out of its shutdown and kills the workers
-      after 30 s. Slurm sends one to every process of a job step, and ``lightning-resilience launch`` sends one too, so
-      only the first reaches the launcher.
-    * SIGUSR1 or SIGUSR2, by which Slurm may announce a time limit, would end it and orphan the workers.
-    * Without an NVIDIA driver it warns at every start that it can't check the health of the GPUs.
-    * ``--nproc-per-node=auto`` is one worker for each device, and one where there is none.
-    * Its sockets lie in the folder of the launch. It looks for it in its own process only: what workers write into the
-      default folder may be meant to stay.
-    * The store of a rendezvous of one node would listen on all interfaces, and what is in it is unpickled.
-    * What it and its rank monitors say ("aborted" at the end of every good run, an error for an orderly stop) goes to
-      the file that is named in the environment, and not among the lines of the workers.
-    * Its rendezvous names a method in a log that nobody reads, twenty times, and has Python look at the source of every
-      frame for each: half a second.
-    * It ends when it has done its work. To have Python take torch apart takes as long as to import it.
+    * Only the first SIGTERM reaches the launcher. Slurm sends one to every process of a job step, and
+      ``lightning-resilience launch`` sends one too. A second one would cut the grace period short: the launcher would
+      raise out of its shutdown and kill the workers after 30 s.
+    * SIGUSR1 and SIGUSR2, by which Slurm may announce a time limit, are ignored. They would end the launcher and orphan
+      the workers.
+    * Without an NVIDIA driver, the warning at every start that GPU health cannot be checked is silenced.
+    * ``--nproc-per-node=auto`` means one worker for each device, or one worker without devices.
+    * The launcher's sockets are in the folder of the launch. The folder is set in the launcher's process only, because
+      files of workers in the default folder may be meant to stay.
+    * The store for the rendezvous of a single node listens on the loopback interface only. It would listen on all
+      interfaces, and its content is unpickled.
+    * Messages of the launcher and its rank monitors ("aborted" at the end of every good run, an error for an orderly
+      stop) go to the file that the environment names, and not among the lines of the workers.
+    * The rendezvous does not look up method names in sources. It would do so twenty times for debug logs, each time for
+      every frame, which takes half a second.
+    * The process ends as soon as the launcher has done its work. Unloading torch takes as long as importing it.
     """
     if (path := os.environ.pop(_LOG_VARIABLE, None)) is not None and (log := open_log(path)) is not None:
-        sys.stdout = sys.stderr = log  # not the descriptors, which are the workers' too
+        sys.stdout = sys.stderr = log  # not the file descriptors, which workers inherit
     install_handler = signal.signal
     stopping = False
 
@@ -541,7 +553,7 @@ def main() -> None:
 
     signal.signal = once  # type: ignore[assignment]
     for signum in (signal.SIGUSR1, signal.SIGUSR2):
-        install_handler(signum, lambda signum, frame: None)  # unlike SIG_IGN, it is not passed on to what is started
+        install_handler(signum, lambda signum, frame: None)  # unlike SIG_IGN, child processes do not inherit it
     if not Path("/proc/driver/nvidia/version").exists():
         logging.getLogger("nvidia_resiliency_ext.shared_utils.health_check").setLevel(logging.ERROR)
         ignore_pynvml()
@@ -554,7 +566,7 @@ def main() -> None:
         tempfile.tempdir = folder
     if (loopback := f"--rdzv-endpoint={LOOPBACK}") in arguments:
         store = serve_store(STORE_WITHIN_S)
-        # The rendezvous makes a server of its own, which is this one. NVRx's first versions cannot, and connect to it.
+        # The rendezvous creates a server, which shares this one. NVRx before 0.5 cannot do so, and connects to it.
         version = installed_version()
         is_host = int(version is None or version >= (0, 5))
         where = [f"--rdzv-endpoint={store.host}:{store.port}", f"--rdzv-conf=is_host={is_host}"]
@@ -589,15 +601,15 @@ _RENDEZVOUS = {
 
 
 def name_methods_quickly(launcher: str) -> list[str]:
-    """Has the rendezvous of a launcher name a method without looking at any source.
+    """Makes the rendezvous of a launcher find the names of methods without reading any source.
 
     Args:
         launcher: The launcher's module.
 
     Returns:
-        The modules that do so from here on; none of another launcher, or of a version that names no methods.
+        The patched modules; none for another launcher, or for a version that does not look up method names.
     """
-    # NVRx's rendezvous imports the launcher, which becomes the main program all the same.
+    # NVRx's rendezvous imports the launcher, which runs as the main program all the same.
     warnings.filterwarnings("ignore", message=".*found in sys.modules after import", category=RuntimeWarning)
     found = []
     for name in _RENDEZVOUS.get(launcher, ()):
@@ -617,7 +629,7 @@ def _method_name(depth: int = 2) -> str:
 
 
 def device_count() -> int:
-    """How many workers ``--nproc-per-node=auto`` is: one for each device, and one where there is none."""
+    """The number of workers for ``--nproc-per-node=auto``: one for each device, or one without devices."""
     import torch
 
     return max(1, torch.accelerator.device_count()) if torch.accelerator.is_available() else 1

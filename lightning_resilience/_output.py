@@ -1,9 +1,9 @@
-"""Output that continues without its reader: with a closed terminal, a pipe without a reader, or a full disk.
+"""Keeps output working when a terminal is closed, the reader of a pipe ends, or a disk is full.
 
-A write to one of these raises wherever somebody happens to print: in a progress bar, and the training ends for it. Here
-no write raises (:func:`guard_streams`). What cannot be shown is kept in a file of the run directory
-(:class:`KeptOutput`). What workers of the launcher write is shown by a process of its own
-(:mod:`~lightning_resilience.launch.relay`), so that no terminal is theirs to lose.
+In these cases a write raises wherever code happens to print, for example in a progress bar, and that ends the training.
+With :func:`guard_streams` no write raises, and a file of the run directory keeps what cannot be shown
+(:class:`KeptOutput`). A separate process shows the output of the launcher's workers
+(:mod:`~lightning_resilience.launch.relay`), so workers do not depend on a terminal.
 
 Imports neither torch nor Lightning.
 """
@@ -27,21 +27,21 @@ from lightning_resilience._formatting import timestamp
 NAME = "[lightning-resilience]"
 
 QUIET_VARIABLE = "LIGHTNING_RESILIENCE_QUIET"
-"""Environment variable by which ``launch --quiet`` tells the workers to log warnings and errors only."""
+"""Environment variable by which ``launch --quiet`` makes the workers log warnings and errors only."""
 
 _OURS = re.compile(rb"\[lightning-resilience[ \]]")
-_GONE = (errno.EPIPE, errno.EIO, errno.EBADF)  # no reader comes back to these; a full disk may have room again
-_TAKES_WITHIN_S = 5.0  # a terminal that is held (Ctrl-S), or a reader that pauses
+_GONE = (errno.EPIPE, errno.EIO, errno.EBADF)  # these are permanent; a full disk may have room again
+_TAKES_WITHIN_S = 5.0  # a terminal may be held (Ctrl-S), or a reader may pause
 _ENDS_WITHIN_S = 10.0
 _CHUNK = 4096  # a pipe that has room takes this much without blocking (PIPE_BUF)
 _LONGEST_LINE = 1 << 20
 
 
 class KeptOutput:
-    """A file for what could not be shown: whole lines, and of a line that was drawn again and again the last state.
+    """A file for output that could not be shown: whole lines, and only the last state of a line that was redrawn.
 
     Args:
-        path: The file; it is made when there is something to keep.
+        path: The file, which is created when there is something to keep.
     """
 
     def __init__(self, path: Path) -> None:
@@ -50,13 +50,13 @@ class KeptOutput:
         self._lock = threading.RLock()  # the garbage collector may end it in the middle of a line
 
     def write(self, data: bytes) -> None:
-        """Keeps ``data``; what no disk takes is lost."""
+        """Keeps ``data``; it is lost if the file cannot be written either."""
         with self._lock:
             lines, self._rest = whole_lines(self._rest + data)
             self._append(lines)
 
     def close(self) -> None:
-        """Keeps the last line, too, which nothing has ended."""
+        """Keeps the last line too, which has no line end."""
         with self._lock:
             rest, self._rest = self._rest.rstrip(b"\r"), b""
             if rest.strip():
@@ -69,31 +69,31 @@ class KeptOutput:
 
 
 def whole_lines(data: bytes) -> tuple[list[bytes], bytes]:
-    """The lines in ``data``, and the one that has not ended: of a line that was drawn again and again its last state.
+    """The complete lines in ``data``, and the rest after the last line end; of a redrawn line only the last state.
 
     Args:
-        data: From the beginning of a line on.
+        data: The output, from the beginning of a line on.
     """
     *lines, rest = data.split(b"\n")
     states = rest.rstrip(b"\r")
-    goes_back = b"\r" if states != rest else b""  # what comes next is drawn over it
+    goes_back = b"\r" if states != rest else b""  # the next output overwrites it
     rest = states.rpartition(b"\r")[2][-_LONGEST_LINE:] + goes_back
     return [line.rstrip(b"\r").rpartition(b"\r")[2] for line in lines], rest
 
 
 class Line:
-    """The line that is being written.
+    """The line that is being written at present.
 
     Attributes:
-        is_open: Whether anything stands in it.
-        is_bar: Whether it is a progress bar: one that is drawn again from its beginning.
+        is_open: Whether the line contains anything.
+        is_bar: Whether the line is a progress bar, which is redrawn from its beginning.
     """
 
     def __init__(self) -> None:
         self.is_open = self.is_bar = False
 
     def see(self, data: bytes) -> None:
-        """Notes what is written as it is."""
+        """Takes note of output that is written unchanged."""
         _, newline, last = data.rpartition(b"\n")
         if newline:
             self.is_open = self.is_bar = False
@@ -102,7 +102,7 @@ class Line:
             self.is_bar = self.is_bar or b"\r" in last
 
     def apart(self, data: bytes) -> bytes:
-        """``data``, with a new line before each line of ours that would stand behind a progress bar."""
+        """``data`` with a line break before each line of this package that would follow a progress bar in its line."""
         pieces = []
         begin = 0
         for found in _OURS.finditer(data):
@@ -120,22 +120,22 @@ _speaker: str | None = None
 
 
 def introduce(speaker: str) -> None:
-    """Several processes speak here, and none of them by mistake for this one.
+    """Gives this process a name for its lines where several processes write.
 
     Args:
-        speaker: Who this is; default: a rank.
+        speaker: The name; without this call it is the rank.
     """
     global _speaker
     _speaker = speaker
 
 
 def signed(text: str, at: float | None = None, level: str = "") -> str:
-    """A line of ours. Where several processes speak, it says when it was and whose it is.
+    """A log line of this package. Where several processes write, it contains the time and the name of the process.
 
     Args:
-        text: What it says.
-        at: When, in seconds since the epoch; default: now.
-        level: How grave it is, if it is more than information.
+        text: The message.
+        at: The time in seconds since the epoch; default: now.
+        level: The log level if it is above information, otherwise empty.
     """
     if _speaker is None and os.environ.get("WORLD_SIZE", "1") == "1":
         return f"{NAME} {text}"
@@ -145,13 +145,13 @@ def signed(text: str, at: float | None = None, level: str = "") -> str:
 
 
 class Formatter(logging.Formatter):
-    """Our lines, as the ``logging`` module wants it."""
+    """A formatter of the ``logging`` module for this package's lines."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The line.
+        """The line of a log record.
 
         Args:
-            record: What is said.
+            record: The log record.
         """
         level = record.levelname if record.levelno > logging.INFO else ""
         return signed(super().format(record), record.created, level)
@@ -161,10 +161,10 @@ _other_way: Callable[[str], bool] | None = None
 
 
 def send_lines(way: Callable[[str], bool] | None) -> None:
-    """Has :func:`write_line` hand over what it writes.
+    """Makes :func:`write_line` pass its lines to a function.
 
     Args:
-        way: Takes a line, and returns whether it has; ``None``: to stderr again.
+        way: Takes a line, and returns whether it has taken it; ``None``: lines go to stderr again.
     """
     global _other_way
     _other_way = way
@@ -174,7 +174,7 @@ def write_line(text: str) -> None:
     """Writes a line to stderr; never raises.
 
     Args:
-        text: Without its end.
+        text: The line without its line end.
     """
     if _other_way is not None and _other_way(text):
         return
@@ -188,16 +188,16 @@ def write_line(text: str) -> None:
 
 
 def is_quiet() -> bool:
-    """Whether ``launch --quiet`` has started this process, or is it."""
+    """Whether this process is ``launch --quiet``, or was started by it."""
     return bool(os.environ.get(QUIET_VARIABLE))
 
 
 def log_line(line: str, is_detail: bool = False) -> None:
-    """One readable line of ours; never raises: nobody may be there to read it.
+    """Writes one log line of this package; never raises, because stderr may have no reader.
 
     Args:
-        line: Without our name.
-        is_detail: Whether ``--quiet`` leaves it out.
+        line: The line without this package's name.
+        is_detail: Whether ``--quiet`` omits it.
     """
     if not (is_detail and is_quiet()):
         write_line(signed(line))
@@ -222,13 +222,13 @@ class _Unguarded(NamedTuple):
 
 
 def _forget(stream: TextIO | _Unguarded, for_good: bool = False) -> None:
-    """Empties a stream's buffer into nowhere: it would fail every later write, and at its end the process's exit code.
+    """Discards a stream's buffer, which would make every later write fail, and at process exit change the exit code.
 
     Args:
         stream: The stream.
-        for_good: Whether what comes later goes there as well, also that of C code.
+        for_good: Whether to discard all later output as well, including output of C code.
     """
-    with suppress(OSError, ValueError):  # also of what is no file
+    with suppress(OSError, ValueError):  # the stream may be no file
         fd = stream.fileno()
         saved, nowhere = os.dup(fd), os.open(os.devnull, os.O_WRONLY)
         try:
@@ -242,10 +242,10 @@ def _forget(stream: TextIO | _Unguarded, for_good: bool = False) -> None:
 
 
 def file_of(fd: int) -> tuple[int, int] | None:
-    """What is open under a number, if anything.
+    """Identifies the open file of a descriptor by device and inode; ``None`` if it is not open.
 
     Args:
-        fd: The number.
+        fd: The file descriptor.
     """
     with suppress(OSError):
         status = os.fstat(fd)
@@ -257,14 +257,14 @@ def file_of(fd: int) -> tuple[int, int] | None:
 
 
 class _GuardedStream:
-    """stdout or stderr, whose ``write`` and ``flush`` do not raise. In place: loggers and progress bars hold it."""
+    """Makes ``write`` and ``flush`` of stdout or stderr not raise; in place, since loggers and bars hold the stream."""
 
     def __init__(self, stream: Any, line: Line, kept: KeptOutput, others_draw: bool) -> None:
         self._stream = stream
         self._line = line
         self._kept = kept
         self._is_gone = False
-        self._before = {name: vars(stream).get(name) for name in ("write", "flush")}  # somebody else's (W&B)
+        self._before = {name: vars(stream).get(name) for name in ("write", "flush")}  # another patch (W&B)
         self._inner_write, self._inner_flush = stream.write, stream.flush
         self._clears = "\r\33[K" if others_draw and stream.isatty() else ""
         stream.write, stream.flush = self._write, self._flush
@@ -305,22 +305,22 @@ class _GuardedStream:
 
 
 def guard_streams(path: Path, others_draw: bool = False) -> Callable[[], None]:
-    """Has no write to stdout or stderr raise because a terminal, a pipe's reader or the room on a disk is gone.
+    """Prevents writes to stdout and stderr from raising when a terminal or a pipe's reader is gone or a disk is full.
 
-    Errors of all other files are raised as ever.
+    Errors of all other files are raised as usual.
 
     Args:
-        path: A file for what cannot be shown.
+        path: A file for output that cannot be shown.
         others_draw: Whether another rank may have drawn a progress bar on the same terminal.
 
     Returns:
-        What ends it.
+        A function that ends the guarding.
     """
     kept = KeptOutput(path)
     lines: dict[Any, Line] = {}
     guarded: list[_GuardedStream] = []
     for stream in (sys.stdout, sys.stderr):
-        with suppress(AttributeError, OSError, ValueError):  # none, or no file: a notebook's, say
+        with suppress(AttributeError, OSError, ValueError):  # no stream, or no file, such as a notebook's
             line = lines.setdefault(file_of(stream.fileno()), Line())
             guarded.append(_GuardedStream(stream, line, kept, others_draw))
 

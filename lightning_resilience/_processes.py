@@ -1,4 +1,4 @@
-"""A process that is known again later: by its number and its start, which do not depend on any clock."""
+"""Identifies a process so that it can be recognized later: by its id and its start, independent of any clock."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from typing import Any
 import psutil
 
 OUTLIVES_RANKS_VARIABLE = "LIGHTNING_RESILIENCE_OUTLIVES_RANKS"
-"""Environment variable of a process that a rank has started and that a restart leaves alone."""
+"""Environment variable of a process that a rank has started and that a restart does not end."""
 
 
 def describe_process() -> dict[str, Any]:
-    """This process, JSON-serialisable, so that :func:`is_running` knows it again."""
+    """A JSON-serializable description of this process, by which :func:`is_running` recognizes it."""
     return {"pid": os.getpid(), "process_started": _started(os.getpid()), "namespace": pid_namespace()}
 
 
@@ -26,22 +26,22 @@ _counted_from: float | None = None
 
 
 def count_from(at: float) -> None:
-    """Counts the age of this process from later than its start: until then it has only waited to be used.
+    """Counts the age of this process from a time after its start: before that it has only waited to be used.
 
     Args:
-        at: When it was used, by ``CLOCK_BOOTTIME``.
+        at: When it began to be used, by ``CLOCK_BOOTTIME``.
     """
     global _counted_from
     _counted_from = at
 
 
 def process_age() -> float:
-    """For how many seconds this process has run, or was used (:func:`count_from`)."""
+    """For how many seconds this process has run or, after :func:`count_from`, has been used."""
     return _seconds_since_start() - waited()
 
 
 def waited() -> float:
-    """For how many seconds this process has waited to be used, from its start on."""
+    """For how many seconds after its start this process has waited to be used."""
     if _counted_from is None:
         return 0.0
     return max(0.0, _seconds_since_start() - (time.clock_gettime(time.CLOCK_BOOTTIME) - _counted_from))
@@ -54,7 +54,7 @@ def _seconds_since_start() -> float:
 
 
 def stat_of(pid: int | str) -> list[str] | None:
-    """The fields of ``/proc/PID/stat`` from the state on; ``None`` if there is no such process, or thread."""
+    """The fields of ``/proc/PID/stat`` from the state on; ``None`` if the process or thread does not exist."""
     try:
         return _stat(pid)
     except OSError:
@@ -67,7 +67,7 @@ def _stat(pid: int | str) -> list[str]:
 
 @functools.cache
 def boot_id() -> str:
-    """Names this start of the kernel; empty where there is no ``/proc``. What fails otherwise is asked again."""
+    """The id of this boot of the kernel; empty without ``/proc``. After any other error the next call asks again."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except FileNotFoundError:
@@ -75,7 +75,7 @@ def boot_id() -> str:
 
 
 def pid_namespace() -> str | None:
-    """In which numbers of processes mean something; containers may share node memory, but not these."""
+    """The namespace in which process ids are valid; containers may share node memory, but not this namespace."""
     try:
         return os.readlink("/proc/self/ns/pid")
     except OSError:
@@ -83,9 +83,9 @@ def pid_namespace() -> str | None:
 
 
 def is_on_this_system(record: dict[str, Any]) -> bool:
-    """Whether the number in :func:`describe_process` means something here: the same boot of a kernel, the same numbers.
+    """Whether the process id of a :func:`describe_process` is valid here: the same boot and the same PID namespace.
 
-    Without containers the numbers of all hosts are said to be the same ones.
+    The namespace alone is not enough: without containers all hosts report the same one.
     """
     here = describe_process()
     return record.get("namespace") == here["namespace"] and _boot(record) == _boot(here)
@@ -96,21 +96,21 @@ def _boot(record: dict[str, Any]) -> str:
 
 
 def is_running(record: dict[str, Any]) -> bool:
-    """Whether the process of :func:`describe_process` runs still, and not another one with its number."""
+    """Whether the process of a :func:`describe_process` still runs, and not another process with its id."""
     try:
         pid = int(record["pid"])
         return record["process_started"] == _started(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except OSError as error:  # a node that is out of files, say, does not make it dead
+    except OSError as error:  # other errors do not show that it has ended, such as a node out of file descriptors
         return error.errno not in (errno.ENOENT, errno.ESRCH)
     except (psutil.Error, KeyError, TypeError, ValueError):
         return False
 
 
 def is_being_killed(pid: int) -> bool:
-    """Whether a process has been sent SIGKILL and is still there: stuck in the kernel, which it will never leave alive.
+    """Whether a process has a pending SIGKILL: it is stuck in the kernel, and never runs its own code again.
 
     Args:
-        pid: Its number.
+        pid: The process id.
     """
     return has_signal(pid, signal.SIGKILL, "SigPnd:", "ShdPnd:")
 
@@ -119,9 +119,9 @@ def has_signal(pid: int, signum: int, *sets: str) -> bool:
     """Whether a signal is in one of the sets of signals that ``/proc/PID/status`` shows for a process.
 
     Args:
-        pid: Its number.
+        pid: The process id.
         signum: The signal.
-        sets: As they are named there, such as ``SigCgt:``, the signals that have a handler.
+        sets: The names of the sets there, such as ``SigCgt:``, the signals that have a handler.
     """
     try:
         lines = Path(f"/proc/{pid}/status").read_text(errors="replace").splitlines()
@@ -132,11 +132,11 @@ def has_signal(pid: int, signum: int, *sets: str) -> bool:
 
 
 def _started(pid: int) -> str:
-    """When a process was started: in ticks since this boot.
+    """When a process was started: the boot and ticks since this boot.
 
-    Its start by the clock is that of the boot plus these, and moves whenever the clock is set.
+    Its start by the clock would be the time of the boot plus these ticks, which moves whenever the clock is set.
     """
     with suppress(FileNotFoundError, ProcessLookupError):
         if boot := boot_id():
             return f"{boot}-{_stat(pid)[19]}"
-    return str(psutil.Process(pid).create_time())  # where there is no /proc
+    return str(psutil.Process(pid).create_time())  # without /proc

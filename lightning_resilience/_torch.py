@@ -1,4 +1,4 @@
-"""What several folders need of torch: a rank's part of a tensor, hooks of an optimizer's step, the way to rank 0."""
+"""Helpers for torch: a rank's part of a tensor, hooks of an optimizer's step, layers, the connection to rank 0."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ import torch
 try:
     from torch.distributed._shard.sharded_tensor import ShardedTensor  # type: ignore[attr-defined]
     from torch.distributed.tensor import DTensor
-except ImportError:  # a torch without distributed
+except ImportError:  # this torch was built without distributed
     DTensor = ShardedTensor = None  # type: ignore[assignment, misc]
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank holds of ``tensor``; an alias, not a copy. Nothing is gathered."""
+    """This rank's part of ``tensor``; an alias, not a copy. Nothing is gathered."""
     if DTensor is not None and isinstance(tensor, DTensor):
         with torch.no_grad():
             return tensor.to_local()
@@ -33,10 +33,10 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def own_store(prefix: str) -> Any:
-    """A client of the job's store that belongs to its caller alone: calls of one client wait for each other.
+    """A separate client of the job's store for the caller, because calls of one client wait for each other.
 
     Args:
-        prefix: Before each of its keys.
+        prefix: The prefix of all its keys.
     """
     from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
@@ -45,15 +45,15 @@ def own_store(prefix: str) -> Any:
 
 
 def before_update(call: Callable[[], None], args: Any, kwargs: Any) -> Any:
-    """Has ``call`` called right before an optimizer changes anything: for the pre-hook of its step, which returns this.
+    """Calls ``call`` right before an optimizer changes anything; the pre-hook of its step must return the result.
 
-    Automatic optimization runs forward and backward in a closure inside of the optimizer's step, so that is after the
-    closure has run, where there is one.
+    Automatic optimization runs forward and backward pass in a closure inside the optimizer's step. With a closure
+    ``call`` is called after it, otherwise at once.
 
     Args:
-        call: What to call.
-        args: The arguments of the step, as the hook gets them.
-        kwargs: The other arguments.
+        call: The function to call.
+        args: The positional arguments of the step, as the hook gets them.
+        kwargs: The keyword arguments of the step.
     """
 
     def run(closure: Callable[[], Any]) -> Any:
@@ -67,10 +67,10 @@ def before_update(call: Callable[[], None], args: Any, kwargs: Any) -> Any:
 
 
 def around_closure(run: Callable[[Callable[[], Any]], Any], args: Any, kwargs: Any) -> Any:
-    """Has ``run(closure)`` called in the place of a step's closure; for the pre-hook of the step, which returns this.
+    """Makes a step call ``run(closure)`` instead of its closure; the pre-hook of the step must return the result.
 
     Returns:
-        ``None`` if the step has no closure.
+        The new arguments of the step; ``None`` if the step has no closure.
     """
     if len(args) > 1 and callable(closure := args[1]):
         return (args[0], functools.partial(run, closure), *args[2:]), kwargs
@@ -99,10 +99,11 @@ def _module_of(hook: Any) -> str:
 
 
 class Layers:
-    """The layers of a module and what they hold, as they are now: sharding changes all of it in place.
+    """Keeps the present layers of a module and their attributes, because sharding changes all of these in place.
 
     Args:
-        module: The module. Attributes of its own that are there later are left as they are then.
+        module: The module. Its own later attributes stay unchanged; only missing ones, and those with its parameters,
+            buffers, layers and hooks, are put back.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
@@ -110,7 +111,7 @@ class Layers:
         self._held = [(each, type(each), _copies(vars(each))) for each in module.modules()]
 
     def put_back(self) -> None:
-        """Has everything be as it was."""
+        """Restores the layers and their attributes."""
         for each, cls, held in self._held:
             if type(each) is not cls:
                 each.__class__ = cls
@@ -124,7 +125,7 @@ class Layers:
 
 
 _OF_LAYERS = {name for name, value in vars(torch.nn.Module()).items() if isinstance(value, dict)}
-"""Attributes of a module with its parameters, buffers, layers and hooks."""
+"""The attributes of a module that hold its parameters, buffers, layers and hooks."""
 
 
 def _copies(attributes: dict[str, Any]) -> dict[str, Any]:
@@ -142,16 +143,16 @@ _LOOKS_A_SECOND = 50_000  # of all ranks together, at the node of rank 0
 
 @functools.cache
 def connect_when_rank_0_listens() -> None:
-    """Has this process make its client of rank 0's store when that listens. The second call does nothing.
+    """Makes this process create its client of rank 0's store only when rank 0 listens. The second call does nothing.
 
-    Ranks that are started together come at about the same time. A ``TCPStore`` that comes first tries again only after
-    half a second, and torch takes no other pause.
+    Ranks that are started together reach this at about the same time. If a ``TCPStore`` client comes before rank 0, it
+    tries again only after half a second, and torch has no option for this pause.
     """
     try:
         # Not by `import`: a function of the package has the same name.
         rendezvous: Any = importlib.import_module("torch.distributed.rendezvous")
         create = rendezvous._create_c10d_store
-    except (ImportError, AttributeError):  # a torch without distributed, or another one than known: as it does it
+    except (ImportError, AttributeError):  # no distributed, or an unknown torch: keep torch's own way
         return
 
     def create_when_rank_0_listens(
@@ -173,5 +174,5 @@ def _wait_for_listener(host: str, port: int, world_size: int, within_s: float) -
             return
         except ConnectionRefusedError:
             time.sleep(max(_LOOKS_EVERY_S, world_size / _LOOKS_A_SECOND, waited_s / 50))
-        except OSError:  # the client says what is wrong
+        except OSError:  # the client will report what is wrong
             return

@@ -1,4 +1,4 @@
-"""Runs the protocol of ``agreement_protocol.py``, which says how it works, in a thread and on real stores."""
+"""Runs the protocol of ``agreement_protocol.py``, which explains it, in a thread and on real stores."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _T = TypeVar("_T")
 
 
 def neighbourhood() -> str:
-    """Names the processes that this one reaches by the loopback interface: they have the same."""
+    """A name for the set of processes that reach each other by the loopback interface: they all have the same name."""
     name = os.uname().nodename
     with suppress(OSError):
         name += f" {boot_id()}"
@@ -48,10 +48,10 @@ def neighbourhood() -> str:
 
 
 def nodes_of(neighbourhoods: Sequence[str]) -> list[list[int]]:
-    """The ranks of every node, that of rank 0 first.
+    """The ranks of every node, the node of rank 0 first.
 
     Args:
-        neighbourhoods: For each rank its :func:`neighbourhood`.
+        neighbourhoods: The :func:`neighbourhood` of each rank.
     """
     nodes: dict[str, list[int]] = {}
     for rank, name in enumerate(neighbourhoods):
@@ -62,27 +62,30 @@ def nodes_of(neighbourhoods: Sequence[str]) -> list[list[int]]:
 class Agreement:
     """Makes all ranks act on an event at the same boundary.
 
-    It starts at once and is ended by one of :meth:`close`, :meth:`abort` and :meth:`stop`. It can't be pickled.
+    The agreement starts at once; :meth:`close`, :meth:`abort` or :meth:`stop` ends it. It can't be pickled.
 
     Args:
         rank: This rank.
-        world_size: How many ranks take part.
-        store: The store that they share; that of the default process group if there are several ranks. It is cloned.
-        prefix: Of all keys, the same on all ranks and never used before on this store: an old event must not be seen
-            again by a second fit or after a restart.
-        nodes: Which ranks share a node, the same on all ranks, that of rank 0 first; by default all of them do. The
-            first one of each node brings what concerns the others, by a store in its process that they alone can reach.
-        answer_timeout: How long a peer's watcher may take to answer. A watcher needs no step to end for that. When a
-            rank has finished it is five times as long.
-        arrival_timeout: How long a peer's main thread may take to reach a boundary once this rank is there.
+        world_size: The number of ranks that take part.
+        store: The store that the ranks share; default with several ranks: the default process group's store. It is
+            cloned.
+        prefix: The prefix of all keys, the same on all ranks and never used before on this store: a second fit, or a
+            restarted one, must not see an old event again.
+        nodes: The ranks of each node, the same on all ranks, the node of rank 0 first; by default all ranks share one
+            node. The first rank of each node passes messages to and from the others, by a store in its process that
+            only these can reach.
+        answer_timeout: How long the watcher of another rank may take to answer. A watcher can answer in the middle of a
+            step. After a rank has finished, this is five times as long.
+        arrival_timeout: How long the main thread of another rank may take to reach a boundary after this rank has
+            reached it.
         on_event: Called from the watcher with every event as soon as this rank knows of it, before its boundary. The
-            watcher answers nobody meanwhile, so it must be quick and must not wait for the main thread.
+            watcher answers no rank meanwhile, so ``on_event`` must be quick and must not wait for the main thread.
     """
 
     _STORE_PATIENCE_S = 10.0
-    """How much longer than ``answer_timeout`` the main thread waits for its watcher to move at all.
+    """By how many seconds the main thread waits longer than ``answer_timeout`` for any move of its watcher.
 
-    It is the watcher that gives up on others. But a call to a store on a mute host never returns.
+    Normally the watcher gives up on other ranks. But its call to a store on an unresponsive host never returns.
     """
 
     def __init__(
@@ -117,23 +120,24 @@ class Agreement:
         atexit.register(self.stop)
 
     def request(self, kind: str, payload: dict[str, Any] | None = None, needs: Needs = Needs.NOTHING) -> None:
-        """Asks all ranks to act on something. Returns at once; for any thread, but not for a signal handler.
+        """Requests an action of all ranks. Returns at once. May be called in any thread, but not in a signal handler.
 
-        What is asked after all ranks have finished is dropped.
+        A request after all ranks have finished is dropped.
 
         Args:
-            kind: What to do; a word that the readers of :meth:`boundary` know.
-            payload: Whatever else they need, JSON-serialisable.
-            needs: Where it may be done.
+            kind: The kind of action, known to the callers of :meth:`boundary`.
+            payload: Further data for them, JSON-serializable.
+            needs: Requirements on the boundary where ranks act.
         """
         with self._lock:
             self._member.request(kind, payload or {}, needs)
         self._wake.set()
 
     def expect(self) -> None:
-        """Another rank is about to ask something: looks often for a moment. For any thread.
+        """Makes the watcher poll often for a moment, since another rank is about to make a request. For any thread.
 
-        Else this rank may look up to a tenth of a second later, and all wait for it at their next boundary.
+        Otherwise this rank may see the request up to a tenth of a second later, and all ranks wait for it at their next
+        boundary.
         """
         with self._lock:
             self._member.expect()
@@ -142,16 +146,16 @@ class Agreement:
         self._wake.set()
 
     def boundary(self, position: Position, allows: Needs = Needs.CLEAN | Needs.TRAINING) -> tuple[Event, ...]:
-        """Passes a boundary: called by the main thread in every gap between two batches.
+        """Passes a boundary; the main thread calls this in every gap between two batches.
 
         Args:
             position: Where this rank is: :func:`.training`, :func:`.evaluation` or :func:`.end_of_evaluation`.
-            allows: What this boundary offers, the same on all ranks.
+            allows: The requirements that this boundary meets, the same on all ranks.
 
         Returns:
-            The events that every rank acts on here; nearly always none. Act on them one by one and in this order, and
-            after one that ends the loop leave the rest: within an evaluation, a rank with more batches may get the
-            same events over several boundaries. At a training boundary all ranks get the same ones.
+            The events on which every rank acts here; nearly always none. Act on them one by one in this order, and
+            ignore the rest after an event that ends the loop: within an evaluation, a rank with more batches may get
+            the same events over several boundaries. At a training boundary all ranks get the same events.
 
         Raises:
             PeerLost: If another rank gave up or does not answer.
@@ -164,14 +168,14 @@ class Agreement:
         return self._wait(lambda: member.cross(position, allows))
 
     def arrive(self, event: Event, waiting: Callable[[], None] = lambda: None) -> None:
-        """Waits until every rank is about to act on ``event``: called before the first collective of the action.
+        """Waits until every rank is about to act on ``event``; call it before the first collective of the action.
 
         Args:
             event: The event.
-            waiting: Called now and then meanwhile.
+            waiting: Called repeatedly meanwhile.
 
         Raises:
-            PeerLost: If that can't happen any more, or not within ``arrival_timeout``.
+            PeerLost: If some rank can't arrive any more, or has not arrived within ``arrival_timeout``.
         """
         with self._lock:
             self._member.arrive(event)
@@ -184,14 +188,14 @@ class Agreement:
         self._wait(arrived)
 
     def abort(self, reason: str, peer_is_lost: bool = False) -> None:
-        """Tells every rank that this one raises, and stops. All others get a :class:`PeerLost` that names the reason.
+        """Notifies every rank that this rank fails, and stops. All others get a :class:`PeerLost` with the reason.
 
         Never raises, and returns within 20 s even if the store does not answer.
 
         Args:
-            reason: Why.
-            peer_is_lost: Whether because another rank is gone. Then nobody is waited for, and what the others get may
-                say instead that the store is gone.
+            reason: Why this rank fails.
+            peer_is_lost: Whether it fails because another rank is lost. Then it waits for no rank, and the error of the
+                other ranks may instead name the loss of the store.
         """
         with self._lock:
             self._member.abort(reason, peer_is_lost)
@@ -203,13 +207,14 @@ class Agreement:
     def close(self, waiting: Callable[[], None] = lambda: None) -> tuple[Event, ...]:
         """Waits until every rank has finished, and stops. This rank passes no boundary any more.
 
-        For as long as all of them live, which they are asked from time to time: what rank 0 does last may take hours.
+        The wait has no limit while all ranks are alive, which is checked from time to time: the last work of rank 0 may
+        take hours.
 
         Args:
-            waiting: Called now and then meanwhile.
+            waiting: Called repeatedly meanwhile.
 
         Returns:
-            The events that no rank has acted on: asked too late, or no boundary offered what they need.
+            The events on which no rank has acted: requested too late, or no boundary met their requirements.
 
         Raises:
             PeerLost: If another rank gave up, died or does not answer.
@@ -230,7 +235,7 @@ class Agreement:
             self.stop()
 
     def stop(self) -> None:
-        """Ends the watcher without telling anyone. Harmless if repeated."""
+        """Ends the watcher without notifying other ranks. Harmless if repeated."""
         atexit.unregister(self.stop)
         with self._lock:
             self._stopped = True
@@ -263,8 +268,8 @@ class Agreement:
             self._moved.notify_all()
 
     def _drive(self) -> None:
-        """Takes turns with all watchers of this rank, until each has ended."""
-        watchers = {self._member.watch(): 0.0}  # and until when each sleeps
+        """Runs all watchers of this rank in turn, until each has ended."""
+        watchers = {self._member.watch(): 0.0}  # each with the time until which it sleeps
         if self._relay is not None:
             watchers[self._relay.watch()] = 0.0
         while watchers:
@@ -278,7 +283,7 @@ class Agreement:
                 seconds = self._advance(watcher)
                 if self._stopped:
                     return
-                if self._stores.changed:  # which concerns the other one
+                if self._stores.changed:  # the other watcher must look at once
                     watchers = dict.fromkeys(watchers, 0.0)
                 if seconds is None:
                     del watchers[watcher]
@@ -286,7 +291,7 @@ class Agreement:
                     watchers[watcher] = time.monotonic() + seconds
 
     def _advance(self, watcher: Watching[None]) -> float | None:
-        """Goes on with a watcher until it sleeps; returns for how long, ``None`` if it has ended."""
+        """Runs a watcher until it sleeps; returns for how many seconds, ``None`` if it has ended."""
         result: Any = None
         error: Exception | None = None
         while True:
@@ -314,15 +319,15 @@ class Agreement:
         if self._on_event is not None:
             try:
                 self._on_event(event)
-            except Exception:  # of no concern to the other ranks, which wait for this watcher's answers
+            except Exception:  # must not end this watcher, for whose answers the other ranks wait
                 log.exception("on_event raised for %s", event)
 
 
 class _Stores:
-    """The store of the job and that of this rank's node.
+    """The store of the job and the store of this rank's node.
 
-    Within one node they are the same. Else the first rank of the node has a store for it, which listens on the loopback
-    interface only, and only that rank speaks with the job's.
+    With a single node both are the same. With several nodes, the first rank of each node serves a store for the node,
+    which listens on the loopback interface only, and only this rank uses the job's store.
     """
 
     def __init__(
@@ -347,13 +352,13 @@ class _Stores:
         from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
         shared: Any = store or _get_default_store()
-        # A client serialises its calls: the watcher needs one of its own, or it would wait while the main thread does.
+        # A client serializes its calls: the watcher needs its own, so that it never waits for the main thread's calls.
         own = shared.clone()
         self._above = PrefixStore(f"{prefix}/job", own)
         self._here = PrefixStore(f"{prefix}/node", own)
 
     def open(self) -> None:
-        """Meets the others of the node. In the watcher's thread: the first one may come later."""
+        """Connects the ranks of the node. Runs in the watcher's thread, because the first rank may come later."""
         if not self._several:
             return
         from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -372,6 +377,6 @@ class _Stores:
         self._above = None
 
     def apply(self, wanted: Operation | Above) -> Any:
-        """Does what a watcher wants."""
+        """Applies an operation that a watcher has yielded."""
         self.changed |= changes(wanted)
         return wanted.operation.apply(self._above) if isinstance(wanted, Above) else wanted.apply(self._here)

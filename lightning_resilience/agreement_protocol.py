@@ -1,9 +1,9 @@
 """Makes every rank act on an event at the same boundary, without a collective. Imports no Lightning.
 
 A *boundary* is the gap between two batches, in any loop, where the main thread calls :meth:`.Agreement.boundary`. A
-watcher thread on every rank polls the store of its node. On one rank of each node it is also the node's *relay*, which
-alone polls the store of the job, so that the cost of polling grows with the nodes, not with the ranks. An event takes
-one round:
+watcher thread on every rank polls the store of its node. On one rank of each node this thread is also the node's
+*relay*. Only relays poll the store of the job, so the cost of polling grows with the number of nodes, not of ranks. An
+event takes one round:
 
 1. The requesting rank describes the event in the store of its node, and the relay passes it on. The relay of rank 0
    lists all open events as the next *round*; a signal that hits a thousand ranks becomes one event. All relays copy the
@@ -11,21 +11,23 @@ one round:
 2. A watcher that sees the round notes the last boundary that its main thread passed, and in the same atomic transition
    holds the main thread at the next one. Then it posts that position. It does not need the main thread, so a rank
    inside a step, or blocked in a collective, answers too.
-3. The last watcher of a node to answer posts the node's largest position, the last node of a group the group's, and so
-   on. The relays copy the largest position of all back to their nodes, and the holds are released. Every rank acts at
-   its first boundary *strictly after* that position whose ``allows`` covers the event's ``needs``.
+3. The last watcher of a node to answer posts the node's largest position, the last node of a group posts the group's,
+   and so on. The relays copy the largest position of all ranks back to their nodes, and the watchers release the main
+   threads. Every rank acts at its first boundary *strictly after* that position whose ``allows`` covers the event's
+   ``needs``.
 
 No rank can have passed that boundary, and the order of :data:`Position` is the same on all ranks, even if they evaluate
 different numbers of batches. A main thread waits only if it reaches a boundary during a round, which takes a few polls.
-Acting some boundaries later would avoid that wait, but with slow steps cost part of a preemption's grace period. A
-single rank waits at its next boundary for its own requests: between short steps its watcher might be too late for the
-last one.
+Acting some boundaries later would avoid that wait, but with slow steps it would cost part of a preemption's grace
+period. A run of a single rank waits at its next boundary for its own requests: with short steps its watcher might miss
+the last boundary.
 
 A rank can die between agreement and action, so :meth:`.Agreement.arrive` precedes any collective. The end is agreed too
-(:meth:`.Agreement.close`): a finished rank counts as past everything, and answers until all have finished. The last
-work of a rank may take hours (uploading the model), so finished ranks wait without limit while all watchers answer: the
-relay of rank 0 opens empty rounds from time to time, which hold nobody. A rank that does not answer one is lost; if
-no round comes, rank 0 is lost. Keys are deleted when no rank can read them any more, so the stores do not grow.
+(:meth:`.Agreement.close`): a finished rank counts as past every boundary, and answers until all ranks have finished.
+The last work of a rank may take hours (uploading the model), so finished ranks wait without limit while all watchers
+answer. To check this, the relay of rank 0 opens empty rounds from time to time, which hold no main thread. A rank that
+does not answer an empty round is lost; if no round comes, rank 0 is lost. Keys are deleted when no rank can read them
+any more, so the stores do not grow.
 
 :class:`Member` and :class:`Relay` make all decisions and hold no thread, lock or store: their watchers are generators
 that *yield* store operations. :class:`.Agreement` runs them on real stores, the tests on simulated ones, in thousands
@@ -75,7 +77,7 @@ def end_of_evaluation(batches: int) -> Position:
 
 
 class Needs(enum.IntFlag):
-    """Requirements of an event on the boundary where ranks act on it; a boundary offers the same on all ranks."""
+    """Requirements of an event on the boundary where ranks act on it; a boundary meets the same ones on all ranks."""
 
     NOTHING = 0
     CLEAN = 1
@@ -107,10 +109,10 @@ class PeerLost(RuntimeError):
     """Another rank died, raised, or does not answer, so the ranks can no longer agree."""
 
 
-# What watchers yield. A store has the methods of torch's stores.
+# What watchers yield. ``store`` is an object with the methods of torch's stores.
 
 
-_ABSENT = "-"  # no value of any key
+_ABSENT = "-"  # no key ever has this value
 
 
 @dataclass(frozen=True)
@@ -120,7 +122,7 @@ class Get:
     key: str
 
     def apply(self, store: Any) -> bytes | None:
-        """Runs it in one request; the stores' ``get`` waits, and needs three to find out whether it would."""
+        """Reads the key in one request; the stores' ``get`` waits, and to avoid that would take three requests."""
         value: bytes = store.compare_set(self.key, _ABSENT, _ABSENT)  # does not create the key
         return None if value == _ABSENT.encode() else value
 
@@ -151,7 +153,7 @@ class Append:
 
 @dataclass(frozen=True)
 class Replace:
-    """Sets a key if its value is still ``known``, or if it is missing and that is empty; returns whether it was."""
+    """Sets a key if its value is still ``known``, or if it is missing and ``known`` is empty; returns if it did."""
 
     key: str
     known: str
@@ -190,7 +192,7 @@ Operation: TypeAlias = "Get | Set | Append | Replace | Add | Delete"
 
 @dataclass(frozen=True)
 class Above:
-    """Runs an operation on the store of the job instead of that of the node."""
+    """Runs an operation on the job's store instead of the node's store."""
 
     operation: Operation
 
@@ -233,7 +235,7 @@ class LocalStore:
         self._values[key] = self._values.get(key, b"") + value.encode()
 
     def compare_set(self, key: str, expected: str, value: str) -> bytes:
-        """Sets ``key`` if its value is ``expected``, or if it is missing and that is empty.
+        """Sets ``key`` if its value is ``expected``, or if it is missing and ``expected`` is empty.
 
         Returns:
             The new value, ``expected`` if the key is missing.
@@ -253,31 +255,32 @@ class LocalStore:
         return self._values.pop(key, None) is not None
 
     def num_keys(self) -> int:
-        """How many keys exist."""
+        """The number of keys."""
         return len(self._values)
 
 
 _ASKED_AFTER = 0.5
-"""How long a rank has finished, or has heard of nothing, when all are asked whether they live; in answer timeouts."""
+"""How long after a rank has finished, or after the last round, all ranks are asked whether they are alive; in answer
+timeouts."""
 
 _SILENT_FOR = 5.0
-"""How long a watcher may be silent then, in answer timeouts.
+"""How long a watcher may take to answer then, in answer timeouts.
 
-More than at a boundary: an export at the end, say, may keep the interpreter for minutes, and the training is complete.
+Longer than at a boundary: an export at the end may hold the interpreter for minutes, and the training is complete.
 """
 
 _FAN_OUT = 64
-"""How many positions one member compares: the last of so many nodes, or ranks of a node, to answer."""
+"""The size of a group in the tree of positions: the last of so many ranks, or nodes, to answer compares them."""
 
 
 def _post(key: str, value: str) -> Watching[None]:
-    """Sets a key of the node's store, and has its watchers look."""
+    """Sets a key of the node's store, and makes the node's watchers look."""
     yield Set(key, value)
     yield Add("news", 1)
 
 
 def _post_failure(reason: str) -> Watching[str]:
-    """Says to the node why its ranks fail. Returns what counts: the first reason that was given."""
+    """Posts to the node why its ranks fail. Returns the reason that counts: the one that was posted first."""
     if (yield Replace("abort", "", reason)):
         yield Add("news", 1)
         return reason
@@ -292,9 +295,10 @@ def _meet(
     publish: Callable[[str], Watching[None]],
     at: Callable[[Any], Any] = lambda each: each,
 ) -> Watching[None]:
-    """Posts a position under ``name``; the last of ``size`` to do so publishes the largest one.
+    """Posts a position under ``name``; the last of ``size`` members to do so publishes the largest position.
 
-    In a tree: the last of each group of 64 posts for its group, and deletes what the group has posted.
+    The positions are compared in a tree: the last member of each group of 64 posts the group's largest position, and
+    then deletes what the group has posted.
     """
     level = 0
     done_with: list[str] = []
@@ -302,7 +306,7 @@ def _meet(
         group, groups = index // _FAN_OUT, -(-size // _FAN_OUT)
         posted, count = f"{name}/{level}/{group}", f"{name}/{level}/count/{group}"
         yield at(Append(posted, f"[{index}, {position}],"))
-        for key in done_with:  # who looks for what is missing looks above first
+        for key in done_with:  # only now, because _missing reads the upper levels first
             yield at(Delete(key))
         if (yield at(Add(count, 1))) < min(_FAN_OUT, size - group * _FAN_OUT):
             return
@@ -317,16 +321,16 @@ def _meet(
 
 
 def _posted(text: bytes | None) -> dict[int, Position]:
-    """Who of a group has posted, and what."""
+    """The members of a group that have posted, with their positions."""
     return {index: _position(position) for index, position in json.loads(b"[" + (text or b"")[:-1] + b"]")}
 
 
 def _missing(name: str, size: int, at: Callable[[Any], Any] = lambda each: each) -> Watching[list[int]]:
-    """Who has not posted under ``name``, where not all have."""
+    """The members that have not posted under ``name``, if not all have."""
     sizes = [size]
     while sizes[-1] > _FAN_OUT:
         sizes.append(-(-sizes[-1] // _FAN_OUT))
-    suspects = [0]  # the groups of which none has posted for all
+    suspects = [0]  # the groups whose largest position is not posted
     for level in reversed(range(len(sizes))):
         absent: list[int] = []
         for group in suspects:
@@ -340,9 +344,9 @@ def _missing(name: str, size: int, at: Callable[[Any], Any] = lambda each: each)
 class Member:
     """State machine of one rank in the agreement, run by :class:`.Agreement` or by a simulator.
 
-    The main thread calls the methods; call one that returns ``None`` again after the watcher has advanced. The watcher
-    runs the generator :meth:`watch`, one atomic transition between two yields: hold a lock while advancing the
-    generator or calling a method, and none during a store operation.
+    The main thread calls the methods; if a method returns ``None``, call it again after the watcher has advanced. The
+    watcher runs the generator :meth:`watch`, with one atomic transition between two yields: hold a lock while advancing
+    the generator or calling a method, and hold no lock during a store operation.
 
     Args:
         nodes: The ranks of every node.
@@ -363,7 +367,7 @@ class Member:
         arrival_timeout: float,
     ) -> None:
         self.passed: Position = START
-        self.alert = False  # the one thing a healthy boundary looks at: held, something to act on, or failed
+        self.alert = False  # the only thing a healthy boundary reads: true if held, failed, or with an event pending
         self.over = False  # the watcher has ended
 
         self._ranks = nodes[node]
@@ -373,16 +377,16 @@ class Member:
         self._answer_timeout = answer_timeout
         self._arrival_timeout = arrival_timeout
         self._is_alone = _is_alone(nodes)
-        self._unlisted = 0  # what it has asked while alone and is in no round yet
+        self._unlisted = 0  # requests of a single rank that are in no round yet
         self._pace = _Pace(len(self._ranks), clock, self._is_alone)
         self._linger = _linger(nodes, clock) + 3 * self._pace.longest
-        self._since: dict[str, float] = {}  # when a wait was first looked at
+        self._since: dict[str, float] = {}  # when each wait began
 
-        self._posts: deque[Watching[None]] = deque()  # what the main side wants in the store
-        self._news = -1  # the changes of the node's store that it has looked at
+        self._posts: deque[Watching[None]] = deque()  # what the main side wants to post to the store
+        self._news = -1  # the number of changes of the node's store at the last look
         self._round = 0
-        self._is_open = False  # whether the answer of the round is awaited
-        self._held: list[Event] | None = None  # its events meanwhile
+        self._is_open = False  # whether the round's result is awaited
+        self._held: list[Event] | None = None  # the round's events while the main thread is held
         self._pending: list[tuple[Position, Event]] = []  # agreed: act at the first fitting boundary after the position
         self._arriving: Event | None = None
         self._finished = False
@@ -392,7 +396,7 @@ class Member:
     # ---- the main side
 
     def request(self, kind: str, payload: dict[str, Any], needs: Needs) -> None:
-        """Asks all ranks to act on something."""
+        """Requests an action of all ranks."""
         event = {"kind": kind, "rank": self._rank, "needs": int(needs), "payload": payload}
         self._posts.append(self._post_event(json.dumps(event)))
         if self._is_alone:
@@ -400,7 +404,7 @@ class Member:
             self._update_alert()
 
     def cross(self, position: Position, allows: Needs) -> tuple[Event, ...] | None:
-        """Passes a boundary and returns what is to be done there; ``None`` while held."""
+        """Passes a boundary and returns the events to act on there; ``None`` while held."""
         self._raise_failure()
         if self._held is not None or self._unlisted:
             return None
@@ -416,12 +420,12 @@ class Member:
         self._posts.append(self._answer(_arrival(event.number)))
 
     def arrived(self) -> bool | None:
-        """True once every rank is about to act on the event that this one arrived for; ``None`` until then."""
+        """True once every rank is about to act on the event for which this rank has arrived; ``None`` until then."""
         self._raise_failure()
         return True if self._arriving is None else None
 
     def expect(self) -> None:
-        """Another rank is about to ask something: to look often for a moment keeps nobody waiting for this rank."""
+        """Polls often for a moment, since another rank is about to make a request: then no rank waits for this one."""
         self._pace.stir()
 
     def finish(self) -> None:
@@ -440,9 +444,9 @@ class Member:
         self._posts.append(self._give_up(f"{_PEER_IS_LOST * peer_is_lost}rank {self._rank} stopped: {reason}"))
 
     def lose_touch(self, error: BaseException) -> None:
-        """Takes note of an error that ended the watcher: nearly always, the store is gone."""
+        """Takes note of an error that ended the watcher: nearly always the store has been lost."""
         self.over = True
-        if not self._end_agreed:  # after that, nobody needs the store
+        if not self._end_agreed:  # after the agreed end no rank needs the store
             first_line = (str(error).splitlines() or [""])[0]
             self._fail(
                 f"rank {self._rank} lost contact with the other ranks ({type(error).__name__}: {first_line}); this "
@@ -466,12 +470,12 @@ class Member:
     # ---- the watcher's side
 
     def watch(self) -> Watching[None]:
-        """What the watcher does, from the start to the agreed end or a failure."""
+        """Runs the watcher, from the start to the agreed end or a failure."""
         while self._failure is None and not self._end_agreed:
             while self._posts:
                 self._pace.stir()
                 yield from self._posts.popleft()
-            news = yield Add("news", 0)  # in quiet, this request is all that a poll costs
+            news = yield Add("news", 0)  # without news, a poll costs only this request
             if news != self._news or self._is_open or self._arriving is not None or self._finished:
                 self._news = news
                 if (reason := (yield Get("abort"))) is not None:
@@ -516,7 +520,7 @@ class Member:
             self._since.pop("asked", None)
             events = [Event(**{**event, "needs": Needs(event["needs"])}) for event in listing or []]
             if events:
-                # From here to the first yield in `_meet` nothing else runs: what is posted is the last boundary passed.
+                # Nothing else runs from here to the first yield in `_meet`: it posts the last boundary passed.
                 self._held = events
                 self._unlisted = max(0, self._unlisted - len(events))
                 self._update_alert()
@@ -530,14 +534,14 @@ class Member:
             self._since.pop(name, None)
             self._update_alert()
             self._round += 1
-            self._news = -1  # the next one may be there already
+            self._news = -1  # the next round may exist already
             self._pace.stir()
         else:
             timeout = _answers_within(self._answer_timeout, at_the_end=self._held is None)
             yield from self._give_up_if_overdue(name, "answer", timeout)
 
     def _give_up_if_nobody_asks(self) -> Watching[None]:
-        """The others may take as long as they like to finish while rank 0 asks whether they live."""
+        """Gives up if rank 0 opens no rounds any more. While it does, the other ranks may take any time to finish."""
         since = self._since.setdefault("asked", self._clock())
         if self._clock() - since > (limit := (_ASKED_AFTER + _SILENT_FOR) * self._answer_timeout):
             yield from self._give_up(f"rank 0 did not respond for {limit:.0f} s at the end of the fit")
@@ -546,7 +550,7 @@ class Member:
         if (event := self._arriving) is None:
             return
         name = _arrival(event.number)
-        # This is read first: a rank that acted on the event finished after all had arrived.
+        # This is read first: a rank that acted on the event finished after all ranks had arrived.
         somebody_finished = (yield Get("finished")) is not None
         if (yield Get(f"{name}/all")) is not None:
             self._arriving = None
@@ -563,24 +567,24 @@ class Member:
         waited = self._clock() - self._since.setdefault(name, self._clock())
         if waited <= timeout:
             return
-        # If all of this node have answered it is for the relay to find out who has not.
+        # If all ranks of this node have answered, the relay finds out which ranks have not.
         if waited > 2 * timeout + self._linger or (yield Get(f"{name}/here")) is None:
             yield from self._give_up_on(name, what, timeout)
 
     def _give_up_on(self, name: str, what: str, timeout: float) -> Watching[None]:
         missing: list[int] = []
-        if (yield Get(f"{name}/here")) is None:  # else what they have posted is deleted
+        if (yield Get(f"{name}/here")) is None:  # otherwise their posts are deleted
             missing = yield from _missing(name, len(self._ranks))
         yield from self._give_up(_blame([self._ranks[each] for each in missing], what, timeout))
 
     def _give_up(self, reason: str) -> Watching[None]:
-        """Fails, and makes every other rank fail for the same reason. The first reason is the one that counts."""
+        """Fails, and makes every other rank fail for the same reason. The first posted reason counts."""
         yield from self._fail_last((yield from _post_failure(reason)))
 
     def _fail_last(self, reason: str) -> Watching[None]:
-        """Who owns a store leaves last, so that the others get to know the reason before it is gone."""
+        """Fails; the rank that serves the node's store fails last, so that the others can read the reason in it."""
         if self._index == 0 and self._failure is None and not reason.startswith(_PEER_IS_LOST):
-            with contextlib.suppress(Exception):  # the store has gone before
+            with contextlib.suppress(Exception):  # the store may already be lost
                 yield from _wait_until_told(len(self._ranks), self._clock)
         self._fail(reason)
 
@@ -588,9 +592,9 @@ class Member:
 def _wait_until_told(
     watchers: int, clock: Callable[[], float], at: Callable[[Any], Any] = lambda each: each
 ) -> Watching[None]:
-    """Until all others that look at a store know why this one fails; at most for a few polls, as they may be gone.
+    """Waits until all other watchers of a store know why this rank fails; only for a few polls, as they may be lost.
 
-    That a rank is gone, all that it leaves notice for themselves: then nobody needs to wait.
+    If the reason is the loss of a rank, nothing waits here: the other ranks notice the loss themselves.
     """
     pace = _Pace(watchers, clock)
     until = clock() + 3 * pace.longest
@@ -620,21 +624,21 @@ def _brief(ranks: Sequence[int]) -> str:
 
 
 def _is_alone(nodes: Sequence[Sequence[int]]) -> bool:
-    """Whether the job has one rank: all that changes is changed by its own watchers, which wake each other."""
+    """Whether the job has one rank: then only its own watchers change the store, and they wake each other."""
     return len(nodes) == len(nodes[0]) == 1
 
 
 def _linger(nodes: Sequence[Sequence[int]], clock: Callable[[], float]) -> float:
-    """How long it may take until all other nodes have read what has been published, in seconds."""
+    """How many seconds it may take until all other nodes have read something that was published."""
     return 3 * _Pace(len(nodes), clock).longest if len(nodes) > 1 else 0.0
 
 
 class _Pace:
-    """Polling interval of a watcher: short after activity, longer the longer nothing happened.
+    """Polling interval of a watcher: short after activity, and longer the longer nothing has happened.
 
     Args:
-        watchers: Number of watchers that poll the same store. Together they poll at most 4,000 times a second when idle
-            and 10,000 times during a round; more polls would delay their own messages.
+        watchers: Number of watchers that poll the same store. Together they poll at most 4,000 times a second when
+            idle, and 10,000 times a second during a round; more polls would delay their own messages.
         clock: Returns monotonic seconds.
         alone: Whether no other process changes the store.
     """
@@ -647,11 +651,11 @@ class _Pace:
         self._stirred = clock()
 
     def stir(self) -> None:
-        """Something has happened."""
+        """Shortens the interval, because something has happened."""
         self._stirred = self._clock()
 
     def pause(self) -> float:
-        """How long to sleep now."""
+        """How many seconds to sleep now."""
         if self._alone:
             return math.inf
         return min(self.longest, max(self.shortest, (self._clock() - self._stirred) / 4))
@@ -659,20 +663,20 @@ class _Pace:
 
 @dataclass
 class _Meeting:
-    what: str  # all ranks are to do
+    what: str  # what all ranks must do
     timeout: float
-    posted: float | None = None  # when all of this node had, and it was passed on
-    asked: float | None = None  # when the others were asked who has not
+    posted: float | None = None  # when all ranks of this node had posted, and the relay has passed that on
+    asked: float | None = None  # when the relays were asked which ranks have not posted
 
 
 class Relay:
     """State machine of one node in the agreement: copies messages between the node's store and the job's.
 
-    Run it as a :class:`Member`; the main thread has no part in it.
+    Run it like a :class:`Member`; the main thread does not use it.
 
     Args:
-        nodes: The ranks of every node. The relay of the first one opens the rounds.
-        index: Index of its node.
+        nodes: The ranks of every node. The relay of the first node opens the rounds.
+        index: Index of the relay's node.
         clock: Returns monotonic seconds.
         answer_timeout: See :class:`Member`.
         arrival_timeout: See :class:`Member`.
@@ -694,22 +698,22 @@ class Relay:
         self._arrival_timeout = arrival_timeout
         self._here = _Pace(len(self._ranks), clock, _is_alone(nodes))
         self._above = _Pace(1 if index == 0 else len(nodes), clock, _is_alone(nodes))
-        self._look_at = clock()  # when to look above again
-        self._status: bytes | None = None  # what was published above when it last looked
-        self._news_here = -1  # how much had been here
+        self._look_at = clock()  # when to look at the job's store again
+        self._status: bytes | None = None  # the status in the job's store at the last look
+        self._news_here = -1  # the number of changes of the node's store at the last look
         self._next_here = 0  # the first event of this node that is not passed on yet
         self._round = 0
-        self._is_open = False  # whether the round has been brought here
-        self._listed: list[dict[str, Any]] = []  # its events
+        self._is_open = False  # whether the round has been copied to the node's store
+        self._listed: list[dict[str, Any]] = []  # the round's events
         self._meetings = {"done": _Meeting("finish", math.inf)}
-        self._past: dict[str, str] = {}  # by kind: the meeting before
-        self._finished = False  # a rank has, as is known here and above
+        self._past: dict[str, str] = {}  # by kind: the previous meeting
+        self._finished = False  # whether a rank has finished, as both stores know
         self._failure: str | None = None
         self._ends = False
         self._lead = _Lead(self, clock, answer_timeout) if index == 0 else None
 
     def watch(self) -> Watching[None]:
-        """What it does, from the start to the agreed end or a failure."""
+        """Runs the relay, from the start to the agreed end or a failure."""
         try:
             while self._failure is None and not self._ends:
                 if (news := (yield Add("news", 0))) != self._news_here:
@@ -729,11 +733,11 @@ class Relay:
             elif self._lead is None:
                 yield Above(Add("told", 1))
             else:
-                yield from self._lead.look()  # what it has failed for
+                yield from self._lead.look()  # publishes the reason of the failure
                 if not (self._failure or "").startswith(_PEER_IS_LOST):
                     yield from _wait_until_told(len(self._nodes), self._clock, Above)
-        except Exception as error:  # nearly always, the store of the job is gone
-            if self._ends or self._failure is not None:  # of which this node has been told
+        except Exception as error:  # nearly always the store of the job has been lost
+            if self._ends or self._failure is not None:  # this node already knows of it
                 return
             first_line = (str(error).splitlines() or [""])[0]
             yield from _post_failure(
@@ -743,7 +747,7 @@ class Relay:
             )
 
     def _say(self, *message: Any) -> Watching[None]:
-        """Tells the lead."""
+        """Sends a message to the lead."""
         yield Above(Append("said", json.dumps(message) + "\n"))
         self._stir()
 
@@ -752,11 +756,11 @@ class Relay:
         self._above.stir()
 
     def look_at_once(self) -> None:
-        """Something was published for it."""
+        """Makes the relay look at once, because something was published for it."""
         self._look_at = self._clock()
         self._stir()
 
-    # ---- what its ranks say
+    # ---- from its ranks to the job
 
     def _pass_on_events(self) -> Watching[None]:
         asked = _Asked()
@@ -773,7 +777,7 @@ class Relay:
             yield from self._say("finished")
         for name, meeting in self._meetings.items():
             if meeting.posted is None and (position := (yield Get(f"{name}/here"))) is not None:
-                yield from self._pass_on_events()  # what a rank asked before it finished is among the events
+                yield from self._pass_on_events()  # passes on what a rank requested before it finished
                 meeting.posted = self._clock()
                 self._stir()
                 publish = partial(self._say, "met", name)
@@ -782,11 +786,11 @@ class Relay:
     def _pass_on_failure(self) -> Watching[None]:
         if (reason := (yield Get("abort"))) is not None:
             self._failure = reason.decode()
-            published = yield Above(Get("status"))  # by far most of those who fail do so because another one has
+            published = yield Above(Get("status"))  # by far most ranks fail because another rank has failed
             if published is None or json.loads(published)["abort"] is None:
                 yield from self._say("abort", self._failure)
 
-    # ---- what concerns them
+    # ---- from the job to its ranks
 
     def _look_above(self) -> Watching[None]:
         yield from self._follow()
@@ -807,7 +811,7 @@ class Relay:
             meeting = self._meetings.get(name)
             if meeting is not None and meeting.posted is not None:
                 yield from self._bring_answer(name, position)
-        if status["finished"] and not self._finished:  # after the answers: who acted had arrived before
+        if status["finished"] and not self._finished:  # after the answers: a rank that acted had arrived before
             self._finished = True
             yield from _post("finished", "")
         if status["round"] == self._round and not self._is_open:
@@ -832,19 +836,19 @@ class Relay:
                 what = _reach(event["number"], event["kind"])
                 self._meetings[_arrival(event["number"])] = _Meeting(what, self._arrival_timeout)
         yield from _post(f"{name}/all", position)
-        # All ranks have come to this meeting, and know how the one before it has ended.
+        # All ranks have come to this meeting, so they know the result of the previous one.
         kind = name.partition("/")[0]
         before, self._past[kind] = self._past.get(kind), name
         if before is not None:
             for key in (before, f"{before}/all", f"{before}/here"):
                 yield Delete(key)
 
-    # ---- what is missing
+    # ---- missing ranks
 
     def _look_for_the_missing(self) -> Watching[None]:
-        """Asks all relays which rank does not come, and gives up on nodes that do not say.
+        """Asks all relays which rank does not come, and gives up on nodes that do not answer.
 
-        Their own members know it first, and are left time to say it.
+        The members of a node with a missing rank know it first, and get time to report it.
         """
         now = self._clock()
         for name, meeting in self._meetings.items():
@@ -876,7 +880,7 @@ class Relay:
         yield from self._pass_on_failure()
 
     def _leave(self) -> Watching[None]:
-        """The stores may live in the processes of the relays, so those go last, and that of rank 0 last of all."""
+        """Waits for the other ranks to leave: relays may serve the stores, so they end last, rank 0's very last."""
         until = self._clock() + self._answer_timeout
         while (yield Add("left", 0)) < len(self._ranks) and self._clock() < until:
             yield Sleep(self._here.shortest)
@@ -889,30 +893,30 @@ class Relay:
 class _Lead:
     """Coordinates the job on the relay of rank 0: publishes a status in one key, which all relays poll.
 
-    Relays append messages to the key ``said``. The status is short, since it is polled; the events of a round are in
+    Relays append messages to the key ``said``. The status is short, because it is polled; the events of a round are in
     another key.
     """
 
     def __init__(self, relay: Relay, clock: Callable[[], float], answer_timeout: float) -> None:
         self._relay = relay
-        self._read = 0  # how much of what was said
-        self._asked = _Asked()  # what is in no round yet
-        self._numbered = 0  # the events that are in one
+        self._read = 0  # how many bytes of ``said`` have been read
+        self._asked = _Asked()  # requests that are in no round yet
+        self._numbered = 0  # how many events are in a round
         self._all_finished = self._is_open = False
         self._clock = clock
-        self.published: bytes | None = None  # the status, as all relays read it
+        self.published: bytes | None = None  # the status that all relays read
         self._ask_after = _ASKED_AFTER * answer_timeout
-        self._quiet_since = clock()  # when a rank has finished, or the last round has
+        self._quiet_since = clock()  # when a rank has finished, or when the last round has ended
         self._status: dict[str, Any] = {
             "round": -1,
-            "answers": {},  # by kind, the newest: nobody can want an older one
+            "answers": {},  # by kind, the newest: no relay can need an older one
             "finished": False,
             "asked": None,
             "abort": None,
         }
 
     def look(self) -> Watching[None]:
-        """Reads what was said, and publishes what follows from it."""
+        """Reads the messages, and publishes the new status."""
         said = (yield Above(Get("said"))) or b""
         if len(said) == self._read and not self._asks():
             return
@@ -929,11 +933,11 @@ class _Lead:
             self._relay.look_at_once()
         for name in over:
             yield Above(Delete(name))
-        if (yield Above(Replace("said", said.decode(), "\n"))):  # else somebody has said more: the next time
+        if (yield Above(Replace("said", said.decode(), "\n"))):  # otherwise a new message came: next time
             self._read = 1
 
     def _take(self, what: str, *said: Any) -> list[str]:
-        """Takes note of a message; returns the keys that nobody wants any more."""
+        """Takes note of a message; returns the keys that no rank needs any more."""
         status = self._status
         if what == "event":
             self._asked.add(said[0])
@@ -956,9 +960,9 @@ class _Lead:
         return []
 
     def _open_round(self) -> Watching[None]:
-        """Lists all open events as the next round; none at all, once every rank has finished.
+        """Opens the next round with a list of all open events; an empty list once every rank has finished.
 
-        Where only some have, a round from time to time that is no list: it shows who lives.
+        While only some ranks have finished and no event is open, the round has no list: it shows which ranks live.
         """
         events = [{"number": number, **event} for number, event in enumerate(self._asked.events, self._numbered)]
         self._asked, self._numbered = _Asked(), self._numbered + len(events)
@@ -968,24 +972,24 @@ class _Lead:
         yield Above(Set(f"round/{self._status['round']}", json.dumps(listing)))
 
     def _asks(self) -> bool:
-        """Whether it is time to ask who lives."""
+        """Whether it is time to ask which ranks are alive."""
         waits = self._status["finished"] and not self._is_open
         return waits and self._clock() - self._quiet_since > self._ask_after
 
 
 class _Asked:
-    """Requested events in order, without the same request of another rank: a signal often hits all ranks.
+    """Requested events in order, without equal requests of further ranks: a signal often hits all ranks.
 
     Attributes:
-        events: Their descriptions.
+        events: The descriptions of the events.
     """
 
     def __init__(self) -> None:
         self.events: list[dict[str, Any]] = []
-        self._first: dict[str, int] = {}  # who asked for it
+        self._first: dict[str, int] = {}  # the rank that first made each request
 
     def add(self, event: dict[str, Any]) -> None:
-        """Takes in what a rank has asked for."""
+        """Adds the request of a rank."""
         if self._first.setdefault(json.dumps({**event, "rank": None}), event["rank"]) == event["rank"]:
             self.events.append(event)
 

@@ -1,4 +1,4 @@
-"""Brings together what ranks have trained apart: local SGD, and DiLoCo's outer optimizer. Knows no Trainer."""
+"""Averages what ranks have trained apart: local SGD, and DiLoCo's outer optimizer. Uses no Trainer."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from lightning_resilience.checkpoint.digest import digest_of
 from lightning_resilience.checkpoint.tensor_bytes import flat, is_dense
 
 MakeOptimizer = Callable[[list[torch.Tensor]], Optimizer]
-"""Makes an optimizer of parameters."""
+"""A function that creates an optimizer for parameters."""
 
 _BUCKET_BYTES = 64 << 20
-"""What is copied together, to be sent in one message."""
+"""How many bytes are copied together to be sent in one message."""
 
 _LONGEST_POLL_S = 0.01
 
@@ -26,23 +26,23 @@ _NOTHING: Callable[[], None] = lambda: None  # noqa: E731
 
 
 class RanksDiffer(RuntimeError):
-    """Ranks hold tensors that do not belong together."""
+    """The ranks hold tensors that do not match."""
 
 
 def meet(place: tuple[int, int], named: Mapping[str, Any], device: torch.device, waiting: Callable[[], None]) -> None:
-    """Waits until all ranks are there, which may be long after this one, and looks whether they belong together.
+    """Waits until all ranks have come, which may be long after this rank, and checks that they hold matching tensors.
 
-    A collective of different sizes would hang, or mix numbers that have nothing to do with each other.
+    A collective of different sizes would hang, or mix unrelated numbers.
 
     Args:
-        place: How far this rank is.
-        named: What it is about to exchange; of tensors shape and type are looked at.
-        device: Where ranks send from.
+        place: How far this rank has come: its batches and steps.
+        named: The values that it is about to exchange, by name; of tensors the shape, strides and type are compared.
+        device: The device from which ranks send.
         waiting: Called meanwhile, at least every 10 ms.
 
     Raises:
-        RanksDiffer: On every rank, if they are not at the same place, or do not hold the same.
-        RuntimeError: If not all have come within the process group's timeout.
+        RanksDiffer: On every rank, if the ranks are not at the same place, or do not hold matching values.
+        RuntimeError: If some rank has not come within the process group's timeout.
     """
     if not _has_peers():
         return
@@ -82,20 +82,20 @@ def _kind(value: Any) -> Any:
 
 
 def average(tensors: Iterable[torch.Tensor], device: torch.device, advanced: Callable[[], None] = _NOTHING) -> None:
-    """Replaces tensors by their means over all ranks, in place; what holds no fractions by that of rank 0.
+    """Replaces tensors by their means over all ranks, in place; integer and boolean tensors by rank 0's tensors.
 
-    Means are taken in float32 at least, of single numbers in float64. All ranks get the same bits. A collective, of
-    ranks that have met.
+    Means are computed at least in float32, and for single numbers in float64. All ranks get the same bits. This is a
+    collective of ranks that have called :func:`meet`.
 
     Args:
-        tensors: Of the same shapes and types on all ranks, in the same order.
-        device: Where ranks send from: an optimizer may keep some of its tensors elsewhere.
+        tensors: The tensors, of the same shapes and types on all ranks, in the same order.
+        device: The device from which ranks send: an optimizer may keep some of its tensors elsewhere.
         advanced: Called after each message: there may be many, over a slow link.
     """
     given = [torch.view_as_real(each) if each.is_complex() else each for each in map(torch.Tensor.detach, tensors)]
     if _has_peers():
         for pieces in _buckets(each for each in given if each.is_floating_point()):
-            is_number = pieces[0].numel() == 1 and device.type != "mps"  # it counts steps, and ranks add up
+            is_number = pieces[0].numel() == 1 and device.type != "mps"  # step counts: exact sums
             least = torch.float64 if is_number else torch.float32
             together = _together(pieces, device, torch.promote_types(pieces[0].dtype, least))
             dist.all_reduce(together)
@@ -106,11 +106,11 @@ def average(tensors: Iterable[torch.Tensor], device: torch.device, advanced: Cal
 
 
 def average_numbers(places: Sequence[tuple[Any, Any]], device: torch.device) -> None:
-    """The same for numbers in dictionaries and lists; whole numbers stay whole, and what is the same stays as it is.
+    """Averages numbers in dictionaries and lists. Whole numbers stay whole; numbers equal on all ranks stay unchanged.
 
     Args:
         places: The containers, and the keys or indices in them.
-        device: Where ranks send from.
+        device: The device from which ranks send.
     """
     if _has_peers() and places:
         wide = torch.float32 if device.type == "mps" else torch.float64
@@ -128,7 +128,7 @@ def average_numbers(places: Sequence[tuple[Any, Any]], device: torch.device) -> 
 def take_from_rank_0(
     tensors: Iterable[torch.Tensor], device: torch.device, advanced: Callable[[], None] = _NOTHING
 ) -> None:
-    """Replaces tensors by those of rank 0, in place; arguments as for :func:`average`. A collective."""
+    """Replaces tensors by rank 0's tensors, in place; arguments as for :func:`average`. A collective."""
     if _has_peers():
         for pieces in _buckets(map(torch.Tensor.detach, tensors)):
             together = _together(pieces, device, pieces[0].dtype)
@@ -140,7 +140,7 @@ def take_from_rank_0(
 def differing(
     tensors: Sequence[torch.Tensor], device: torch.device, advanced: Callable[[], None] = _NOTHING
 ) -> list[torch.Tensor]:
-    """Those that are not the same on all ranks, bit for bit; arguments as for :func:`average`. A collective."""
+    """The tensors that are not the same on all ranks, bit for bit; arguments as for :func:`average`. A collective."""
     if not _has_peers() or not tensors:
         return []
     numbers = []
@@ -155,10 +155,11 @@ def differing(
 
 
 def kept_by(optimizers: Iterable[Optimizer]) -> Iterator[tuple[str, Any, Any]]:
-    """Where optimizers keep what they know: a name, the container, the key or index in it. The same on all ranks.
+    """The places of optimizer state: a name, the container, and the key or index in it; in the same order on all ranks.
 
-    The order of ``optimizer.state`` is that in which parameters have had their first gradients, perhaps on this rank
-    alone. Some keep what they have learnt in their groups, as Prodigy its step size; learning rates are schedules'.
+    ``optimizer.state`` itself is in the order in which parameters got their first gradients, which may differ between
+    ranks. Some optimizers keep learned values in their groups, as Prodigy does with its step size. Learning rates are
+    left out, because they belong to schedules.
     """
     for number, optimizer in enumerate(optimizers):
         for index, group in enumerate(optimizer.param_groups):
@@ -190,7 +191,7 @@ def _has_peers() -> bool:
 
 
 def _buckets(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Of tensors, or of parts of large ones: what is sent together."""
+    """Groups tensors, and parts of large tensors, that are sent together."""
     begun: dict[tuple[torch.dtype, bool], tuple[list[torch.Tensor], int]] = {}
     for each in tensors:
         kind = each.dtype, each.numel() == 1
@@ -215,14 +216,14 @@ def _put_back(together: torch.Tensor, pieces: Sequence[torch.Tensor]) -> None:
 
 
 class OuterStep:
-    """The step that an outer optimizer makes from where all ranks were to where they are on average.
+    """The step of an outer optimizer, from the ranks' last common parameters towards their present average.
 
-    With stochastic gradient descent at a rate of 1 it is the average itself. DiLoCo (https://arxiv.org/abs/2311.08105)
-    takes Nesterov momentum: ``SGD(lr=0.7, momentum=0.9, nesterov=True)``.
+    With stochastic gradient descent at a rate of 1 the result is the average. DiLoCo (https://arxiv.org/abs/2311.08105)
+    uses Nesterov momentum: ``SGD(lr=0.7, momentum=0.9, nesterov=True)``.
 
     Args:
-        parameters: The parameters, by names.
-        make: Makes the optimizer.
+        parameters: The parameters, by name.
+        make: Creates the optimizer.
     """
 
     def __init__(self, parameters: Mapping[str, torch.Tensor], make: MakeOptimizer) -> None:
@@ -232,8 +233,8 @@ class OuterStep:
         self._optimizer = make(self._anchors)
 
     def extend(self, parameters: Mapping[str, torch.Tensor]) -> None:
-        """Takes over parameters that were not trained before."""
-        known = {id(each) for each in self._parameters.values()}  # one that is pruned has got another name
+        """Adds parameters that were not trained before."""
+        known = {id(each) for each in self._parameters.values()}  # by identity: pruning renames a parameter
         if new := {name: each for name, each in parameters.items() if id(each) not in known}:
             state = self._optimizer.state
             self._parameters |= new
@@ -243,15 +244,15 @@ class OuterStep:
 
     @torch.no_grad()
     def begin(self) -> None:
-        """The parameters hold where all ranks are; they train apart from here."""
+        """Keeps the present parameters, which are the same on all ranks, before the ranks train apart."""
         for anchor, parameter in zip(self._anchors, self._parameters.values(), strict=True):
             anchor.copy_(parameter)
 
     @torch.no_grad()
     def take(self) -> None:
-        """Makes a step; the parameters hold what all ranks have trained on average.
+        """Makes a step; the parameters must hold the average over all ranks.
 
-        What has not changed was frozen, and has no gradient: a momentum would move it.
+        An unchanged parameter was frozen, and gets no gradient: with one, a momentum would move it.
         """
         for anchor, mean in zip(self._anchors, self._parameters.values(), strict=True):
             anchor.grad = None if torch.equal(anchor, mean) else anchor - mean
@@ -265,5 +266,5 @@ class OuterStep:
         return {"parameters": list(self._parameters), "optimizer": self._optimizer.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores it."""
+        """Restores the optimizer's state."""
         self._optimizer.load_state_dict(state["optimizer"])

@@ -1,7 +1,7 @@
-"""Health checks that a program may make itself: of a device, a folder, the clock, a whole node, and all ranks.
+"""Health checks that a program can run itself: of a device, a folder, the clock, a whole node, and all ranks.
 
-``FaultTolerance`` makes them when a rank joins, and pings the ranks every ``health_check_interval_steps`` steps. How
-often a batch that was run twice had two results is counted by ``NaNGuard(rerun="report_determinism_stats")``:
+``FaultTolerance`` runs them when a rank joins, and pings the ranks every ``health_check_interval_steps`` steps.
+``NaNGuard(rerun="report_determinism_stats")`` counts how often the two runs of a batch had different results:
 ``steps_run_again`` and ``differing_steps`` of the callback.
 """
 

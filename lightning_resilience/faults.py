@@ -1,8 +1,8 @@
-"""Fault injection, once per run. Imports no Lightning, and torch late.
+"""Injects a fault once per run. Imports no Lightning, and torch only when needed.
 
-A :class:`SimulatedFault` describes a fault, its rank and time; a :class:`FaultInjector` injects it in one process. What
-is chosen at random is the same on all ranks without communication. The rank records the fault in the run's ledger
-before it injects it, and a recorded fault is never injected again: not after a restart, not in the next job, not in
+A :class:`SimulatedFault` describes a fault, its rank and time; a :class:`FaultInjector` injects it in one process.
+Random choices are the same on all ranks without communication. The rank records the fault in the run's ledger before it
+injects the fault, and a recorded fault is never injected again: not after a restart, not in the next job, not in
 another fit of the script.
 """
 
@@ -45,17 +45,18 @@ FaultType = Literal[
     "sigterm",
     "node_lost",
 ]
-"""What can be simulated, see :class:`SimulatedFault`."""
+"""The faults that can be simulated, see :class:`SimulatedFault`."""
 
 _RANDOM_CHOICE: tuple[FaultType, ...] = ("rank_killed", "rank_hung")
 _INJECTED_AT_ONCE: frozenset[FaultType] = frozenset({"rank_killed", "rank_hung", "sigterm", "node_lost"})
-"""By a signal, wherever the main thread is. The others are injected in the main thread, between two steps or after."""
+"""Faults that are a signal, which is sent wherever the main thread is. The main thread injects the other faults, at a
+boundary between two batches."""
 
 _OTHER_SPELLINGS = {"base_delay": "base_delay_s", "rand_delay": "rand_delay_s", "rank_to_fail": "rank"}
 
 
 class SimulatedException(RuntimeError):
-    """What the fault ``exception`` raises."""
+    """The exception that the fault ``exception`` raises."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +69,7 @@ class SimulatedFault:
     ``random``                one of the two above
     ``exception``             the rank raises :class:`SimulatedException` in its main thread
     ``stuck_in_collective``   the rank waits in ``torch.distributed`` for a message that no rank sends, and so never
-                              enters the collective in which the others wait for it
+                              enters the collective in which the other ranks wait for it
     ``stuck_in_data_loader``  the rank's training data loader gives no further batch: its workers, or the rank itself
                               if it has none, are stuck in the ``collate_fn``
     ``gil_held``              the rank is stuck in C code that holds the interpreter lock: none of its Python threads
@@ -79,20 +80,20 @@ class SimulatedFault:
     ``node_lost``             every rank on the rank's node gets SIGKILL
     ========================  =====================================================================================
 
-    It happens once per run, ``base_delay_s + U(0, 1) * rand_delay_s`` seconds (NVRx's formula) after training has
-    begun, or after ``at_step``. A fault that is not a signal waits for the next boundary between two training batches
-    after that; ``stuck_in_data_loader`` for the batches that its workers have fetched ahead, too.
+    The fault happens once per run, ``base_delay_s + U(0, 1) * rand_delay_s`` seconds (NVRx's formula) after training
+    has begun, or after ``at_step``. A fault that is not a signal then waits for the next boundary between two training
+    batches. ``stuck_in_data_loader`` takes effect after the batches that its workers have fetched ahead.
 
     Args:
-        fault_type: What happens.
-        rank: The global rank to which it happens; ``None``: any, chosen at random.
-        base_delay_s: Seconds to wait at least.
-        rand_delay_s: Seconds to wait at most in addition.
+        fault_type: The kind of fault.
+        rank: The global rank to which it happens; ``None``: a random rank.
+        base_delay_s: Minimum seconds to wait.
+        rand_delay_s: Maximum seconds to wait in addition.
         at_step: ``trainer.global_step`` from which on it may happen; ``None``: from the start of training.
-        slow_s: Seconds by which ``slow_rank`` slows each batch; of no meaning to other faults.
+        slow_s: Seconds by which ``slow_rank`` slows each batch; no effect on other faults.
 
     Raises:
-        ValueError: If an argument makes no sense.
+        ValueError: If an argument has an invalid value.
     """
 
     fault_type: FaultType
@@ -120,16 +121,16 @@ class SimulatedFault:
 
     @classmethod
     def parse(cls, value: Any) -> SimulatedFault | None:
-        """The fault that ``value`` describes.
+        """Parses the description of a fault.
 
         Args:
             value: ``None`` (no fault), a :class:`SimulatedFault`, a mapping with the names of its arguments, or another
-                object with such attributes. ``base_delay``, ``rand_delay`` and ``rank_to_fail``, which are the names of
-                NVRx and NeMo, are understood.
+                object with such attributes. The names of NVRx and NeMo, ``base_delay``, ``rand_delay`` and
+                ``rank_to_fail``, are accepted too.
 
         Raises:
             TypeError: If ``value`` is none of these.
-            ValueError: If it names something unknown, or an argument makes no sense.
+            ValueError: If it has an unknown name, or an argument has an invalid value.
         """
         if value is None or isinstance(value, cls):
             return value
@@ -157,7 +158,7 @@ class SimulatedFault:
 
 
 class FaultInjector:
-    """Injects a simulated fault in this process, if this is its rank.
+    """Injects a simulated fault in this process, if this process is the fault's rank.
 
     The training calls :meth:`arm` when it begins, :meth:`at_step` between two batches and :meth:`disarm` at its end;
     :meth:`collate` and :meth:`spoil_loss` are for the two faults that happen elsewhere.
@@ -165,14 +166,14 @@ class FaultInjector:
     Args:
         fault: The fault.
         rank: This process's global rank.
-        world_size: How many ranks the run has.
-        ledger: Where the fault is recorded, and looked up.
-        seed: What is chosen at random depends on this only. Different from run to run, and the same on all ranks.
-        device: Where a tensor must be for the run's collectives.
-        node_pids: The processes of all ranks on this node, for ``node_lost``; asked when it happens.
+        world_size: The number of ranks of the run.
+        ledger: The ledger in which the fault is recorded and looked up.
+        seed: The only source of all random choices. It differs from run to run, and is the same on all ranks.
+        device: The device on which tensors must be for the run's collectives.
+        node_pids: Returns the process ids of all ranks on this node, for ``node_lost``; called when it happens.
 
     Attributes:
-        fault_type: What will happen: never ``random``.
+        fault_type: The fault that will happen; never ``random``.
         target_rank: The rank to which it will happen.
         delay_s: Seconds from the start of training, or from ``at_step``.
     """
@@ -202,14 +203,14 @@ class FaultInjector:
         self._is_armed = False
         self._step = 0
         self._timer: threading.Timer | None = None
-        # All that a healthy boundary reads: the step from which on there is something to do, and what it is.
+        # A healthy boundary reads only this: the step from which on there is something to do, and what to do.
         self._busy_from: float = math.inf
         self._next: Callable[[], None] = self._await_delay
         self._loader_is_stuck: Any = None  # seen by the data-loader workers, too
         self._spoils_loss = False
 
     def arm(self, step: int = 0) -> None:
-        """Training begins: the fault may happen from here on, unless it has happened in this run before.
+        """Arms the fault when training begins, unless it has already happened in this run.
 
         Args:
             step: ``trainer.global_step``, which is not 0 after a resume.
@@ -231,20 +232,20 @@ class FaultInjector:
                     self._busy_from = self._fault.at_step
 
     def at_step(self, step: int) -> None:
-        """The main thread is between two training batches.
+        """Injects the fault if it is due; the main thread calls this between two training batches.
 
         Args:
             step: ``trainer.global_step``.
 
         Raises:
-            SimulatedException: If that is the fault.
+            SimulatedException: If the fault is ``exception``.
         """
         self._step = step
         if step >= self._busy_from:
             self._next()
 
     def collate(self, collate_fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """The ``collate_fn`` for a training data loader; to be set before its workers are started."""
+        """Returns the ``collate_fn`` for a training data loader; set it before the loader's workers are started."""
         if self.fault_type != "stuck_in_data_loader" or self._rank != self.target_rank:
             return collate_fn
         if self._loader_is_stuck is None:
@@ -252,10 +253,10 @@ class FaultInjector:
         return collate_fn if isinstance(collate_fn, _Collate) else _Collate(collate_fn, self._loader_is_stuck)
 
     def spoil_loss(self, output: Any) -> None:
-        """Makes a loss NaN, if that is the fault and its time has come. To be called before its backward pass.
+        """Makes a loss NaN, if that is the fault and it is due. Call it before the backward pass of the loss.
 
         Args:
-            output: The loss, a mapping that has it as ``"loss"``, or anything else, which is left alone.
+            output: The loss, a mapping that has it as ``"loss"``, or anything else, which is not changed.
         """
         if not self._spoils_loss:
             return
@@ -270,7 +271,7 @@ class FaultInjector:
             loss.register_hook(lambda gradient: gradient * math.nan)  # type: ignore[no-untyped-call]
 
     def disarm(self) -> None:
-        """Training ends: the fault does not happen any more. Harmless if repeated."""
+        """Disarms the fault when training ends, so that it cannot happen any more. Harmless if repeated."""
         if self._timer is not None:
             self._timer.cancel()
         self._busy_from = math.inf
@@ -288,7 +289,7 @@ class FaultInjector:
             log.warning("The simulated fault %s is skipped: %s.", self.fault_type, reason)
 
     def _has_happened(self) -> bool | None:
-        """Whether the ledger has the fault; ``None`` if it cannot be read."""
+        """Whether the fault is in the ledger; ``None`` if the ledger cannot be read."""
         mine = asdict(self._fault)
         try:
             events = [event for event in read_history(self._ledger.path).events if isinstance(event, FaultInjected)]
@@ -355,7 +356,7 @@ class FaultInjector:
     def _wait_for_no_message(self) -> None:
         import torch
 
-        # A receive from one rank takes no part in any collective: what the others do is not disturbed.
+        # A receive from one rank is not part of any collective, so it does not disturb the other ranks.
         message = torch.zeros(1, device=self._device)
         torch.distributed.recv(message, src=(self._rank + 1) % self._world_size)
         message.item()  # NCCL's recv returns when it is enqueued
@@ -365,10 +366,10 @@ class FaultInjector:
 
 
 class _Collate:
-    """A ``collate_fn`` that gets stuck; picklable where the loader's own is, for workers that are spawned.
+    """A ``collate_fn`` that gets stuck. It is picklable if the loader's own is, for workers that are spawned.
 
     Args:
-        inner: The loader's own.
+        inner: The loader's own ``collate_fn``.
         is_stuck: A boolean in shared memory.
     """
 
@@ -377,7 +378,7 @@ class _Collate:
         self.is_stuck = is_stuck
 
     def __call__(self, samples: Any) -> Any:
-        """Runs where the loader fetches: in a worker, or in the rank itself."""
+        """Runs where the loader fetches batches: in a worker, or in the rank itself."""
         while self.is_stuck.value:
             time.sleep(3600)
         return self.inner(samples)

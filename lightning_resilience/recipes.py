@@ -1,7 +1,7 @@
-"""Presets: the callbacks that belong together, and what the launcher of the same run does.
+"""Recipes: presets of callbacks that belong together, with the settings of the launcher of the same run.
 
-For a Trainer in code, or for every Trainer of a script under ``lightning-resilience launch --recipe NAME``. Imports
-neither torch nor Lightning before a recipe is made: the launcher only reads :data:`JOBS`.
+A recipe is for a Trainer in code, or for every Trainer of a script under ``lightning-resilience launch --recipe NAME``.
+This module imports neither torch nor Lightning before a recipe is created: the launcher only reads :data:`JOBS`.
 """
 
 from __future__ import annotations
@@ -35,28 +35,28 @@ RECIPE_VARIABLE = "LIGHTNING_RESILIENCE_RECIPE"
 """Environment variable in which ``lightning-resilience launch`` names the recipe for the script's Trainers."""
 
 NO_RECIPE = "none"
-"""What ``launch --recipe`` takes for a script that brings all its callbacks itself."""
+"""The value of ``launch --recipe`` for a script that creates all its callbacks itself."""
 
 _NAME_WIDTH = 20
 
 
 @dataclass(frozen=True)
 class Job:
-    """What the launcher of a run does. These are the defaults of ``lightning-resilience launch`` with that recipe.
+    """The settings of a run's launcher: the defaults of ``lightning-resilience launch`` with a recipe.
 
     Attributes:
-        budget: How often it restarts and retries. Three restarts inside the job and two job retries are the
+        budget: How often the launcher restarts and retries. Three restarts inside the job and two job retries are the
             ``num_in_job_restarts`` and ``num_job_retries_on_failure`` of NeMo's ``FaultTolerancePlugin``, where two
             retries make two runs; here they make three.
         grace_period_s: Seconds from the signal that asks the workers to stop to their end. 600 is KempnerForge's
             shutdown deadline.
         section_timeouts: When a rank counts as hung; Megatron-Bridge's values, until they are calculated.
-        elastic: Whether it replaces a lost rank while the others keep their processes.
-        when_lost: With ``elastic``, whether those wait for a replacement for which no spare is ready (``"hold"``), or
-            train for the lost rank, too, until it is back (``"go_on"``).
-        min_ranks: With ``"go_on"``: with fewer ranks they wait.
-        global_batch: Whether the ranks that are left train on the batches of absent ones (``"constant"``), or leave
-            them out (``"shrink"``).
+        elastic: Whether the launcher replaces a lost rank while the other ranks keep their processes.
+        when_lost: With ``elastic`` and no spare ready, whether the other ranks wait for a replacement (``"hold"``), or
+            keep training, also for the lost rank, until it is back (``"go_on"``).
+        min_ranks: With ``"go_on"``: the ranks wait if fewer than this are left.
+        global_batch: Whether the remaining ranks train on the batches of absent ranks (``"constant"``), or leave these
+            batches out (``"shrink"``).
     """
 
     budget: Budget = field(default_factory=Budget)
@@ -76,7 +76,7 @@ class Job:
 
     @property
     def options(self) -> list[str]:
-        """The options of ``lightning-resilience launch`` that say the same."""
+        """The options of ``lightning-resilience launch`` for these settings."""
         return [
             f"--in-job-restarts={self.budget.in_job_restarts}",
             f"--job-retries={self.budget.job_retries}",
@@ -92,15 +92,15 @@ class Job:
 JOBS: dict[str, Job] = {
     "nemo": Job(),
     # Google Cloud and Kubernetes give 30 seconds, AWS 120. A machine that is taken away without a signal counts as a
-    # failure of that day.
+    # failure of that day, hence the high limit.
     "preemptible": Job(Budget(max_failures_per_day=200), grace_period_s=25.0),
-    # A workstation has no other node to wait for, and Ctrl-C means that it is to end.
+    # A workstation has no other node to wait for, and Ctrl-C means that the run should end.
     "workstation": Job(Budget(job_retries=0), grace_period_s=60.0),
     "elastic": Job(elastic=True),
     "drill": Job(),
     NO_RECIPE: Job(),
 }
-"""What the launcher does with each recipe."""
+"""The settings of the launcher for each recipe."""
 
 
 _PARTS = {
@@ -113,7 +113,7 @@ _PARTS = {
     "straggler_detection": "StragglerDetection",
     "job": "Job",
 }
-"""The classes of a recipe's fields: by name, since they are imported when a recipe is made."""
+"""The classes of a recipe's fields by name, since they are imported only when a recipe is created."""
 
 
 _NOT_A_CALLBACK = (
@@ -125,7 +125,7 @@ _NOT_A_CALLBACK = (
 class Recipe:
     """Callbacks that belong together, and the settings of the launcher of the same run.
 
-    To change a field, take ``dataclasses.replace``::
+    To change a field, use ``dataclasses.replace``::
 
         recipe = replace(recipes.nemo("runs/gpt"), nan_guard=NaNGuard(action="rollback"), straggler_detection=None)
 
@@ -187,9 +187,9 @@ class Recipe:
 
     @property
     def callbacks(self) -> list[Callback]:
-        """For the Trainer: ``Trainer(callbacks=recipe.callbacks)``, or ``[*recipe.callbacks, ...]`` with others.
+        """The callbacks for the Trainer: ``Trainer(callbacks=recipe.callbacks)``, or ``[*recipe.callbacks, ...]``.
 
-        Every time new ones, with the recipe's run directory.
+        Each access returns new copies, with the recipe's run directory.
         """
         parts = (
             self.fault_tolerance,
@@ -214,12 +214,12 @@ class Recipe:
         raise AttributeError(f"a Recipe has no {name}")
 
     def wandb_logger(self, **settings: Any) -> WandbLogger:
-        """A logger whose W&B run is one over all restarts and requeues of this run, also offline.
+        """A logger with a single W&B run over all restarts and requeues of this run, also offline.
 
-        Under ``lightning-resilience launch`` every ``WandbLogger`` is.
+        Under ``lightning-resilience launch`` every ``WandbLogger`` does the same.
 
         Args:
-            **settings: What ``WandbLogger`` takes: ``project``, ``name``, ``offline``, ``config``...
+            **settings: Arguments of ``WandbLogger``: ``project``, ``name``, ``offline``, ``config``...
 
         Raises:
             ValueError: If the recipe has no ``run_dir``, where the run's identity is kept.
@@ -262,9 +262,9 @@ def _shown(value: Any) -> str:
 def nemo(run_dir: str | os.PathLike[str] | None = None) -> Recipe:
     """NeMo's defaults, for a cluster: resume automatically, save every 15 minutes, find hangs and stragglers.
 
-    Timeouts are calculated from measured section times. Stragglers are reported every 5 minutes, and the run ends for a
-    score below 0.7 in two reports in a row (in NeMo's, in one). Beyond NeMo's defaults: ``LocalCheckpoint``,
-    ``NaNGuard`` and ``ReplicaCheck``.
+    Timeouts are calculated from measured section times. Stragglers are reported every 5 minutes, and the run ends when
+    a rank's score is below 0.7 in two consecutive reports (NeMo: in one report). It adds ``LocalCheckpoint``,
+    ``NaNGuard`` and ``ReplicaCheck`` to NeMo's defaults.
 
     Args:
         run_dir: The run directory on storage that all nodes share; see :class:`Recipe`.
@@ -288,7 +288,7 @@ def nemo(run_dir: str | os.PathLike[str] | None = None) -> Recipe:
 
 
 def preemptible(run_dir: str | os.PathLike[str] | None = None) -> Recipe:
-    """For machines that are taken away at short notice (spot instances): short grace, frequent saves of both kinds.
+    """For machines taken away at short notice (spot instances): short grace period, frequent local and global saves.
 
     Like :func:`nemo`, with a global save every 5 minutes, since local checkpoints are lost with the machine, and a
     grace period of 25 seconds.
@@ -307,10 +307,10 @@ def preemptible(run_dir: str | os.PathLike[str] | None = None) -> Recipe:
 
 
 def workstation(run_dir: str | os.PathLike[str] | None = None) -> Recipe:
-    """For one machine, no launcher needed: Ctrl-C or a closed terminal loses nothing, and the same command goes on.
+    """For one machine, without a launcher: Ctrl-C or a closed terminal loses nothing; the same command continues.
 
     A crash loses the steps since the last save, at most 15 minutes ago. There are no local checkpoints and no straggler
-    reports. A hang is diagnosed and ended; to have it restarted too, start the script by
+    reports. A hang is diagnosed and the run is ended. To have it restarted too, start the script with
     ``lightning-resilience launch --recipe workstation``.
 
     Args:
@@ -337,14 +337,15 @@ def elastic(
     min_ranks: int = 1,
     global_batch: Literal["constant", "shrink"] = "constant",
 ) -> Recipe:
-    """For plain DDP on one machine: a lost rank is replaced while the others keep their processes.
+    """For plain DDP on one machine: a lost rank is replaced while the other ranks keep their processes.
 
-    The callbacks of :func:`nemo`. The replacement is the launcher's: ``launch --recipe elastic``, or ``launch
-    --elastic`` for a script that has these callbacks in code. What cannot be replaced is restarted as with ``nemo``.
+    It has the callbacks of :func:`nemo`. The launcher replaces the rank: use ``launch --recipe elastic``, or ``launch
+    --elastic`` for a script that has these callbacks in code. If a rank cannot be replaced, the launcher restarts all
+    ranks, as with ``nemo``.
 
     Args:
         run_dir: The run directory; see :class:`Recipe`.
-        when_lost: See :class:`Job`: give ``launch`` the options that :attr:`Job.options` names.
+        when_lost: See :class:`Job`; pass the options in :attr:`Job.options` to ``launch``.
         min_ranks: The same.
         global_batch: The same.
     """
@@ -357,13 +358,14 @@ def drill(
     fault: SimulatedFault | None = None,
     recipe: Callable[..., Recipe] = nemo,
 ) -> Recipe:
-    """A recipe with a fault on purpose, once per run: a rehearsal on the machines of the real run.
+    """A recipe with a deliberate fault, once per run: a rehearsal on the machines of the real run.
 
     Args:
-        run_dir: The run directory on storage that all nodes share; see :class:`Recipe`. Not that of the real run.
-        fault: What happens, to which rank and when. Default: a rank is killed or hangs, one to two minutes after the
+        run_dir: The run directory on storage that all nodes share; see :class:`Recipe`. Use another one than the real
+            run's.
+        fault: The fault, its rank and time. Default: a random rank is killed or hangs, one to two minutes after
             training has begun.
-        recipe: Which recipe is rehearsed.
+        recipe: The recipe to rehearse.
     """
     from lightning_resilience.faults import SimulatedFault
 
@@ -385,7 +387,7 @@ def straggler_det_callback(
     gpu_relative_perf_threshold: float = 0.7,
     gpu_individual_perf_threshold: float = 0.7,
 ) -> lr.StragglerDetection:
-    """:class:`~lightning_resilience.StragglerDetection` by the names of NeMo's function of the same name.
+    """Creates a :class:`~lightning_resilience.StragglerDetection` with the argument names of NeMo's function.
 
     Args:
         straggler_report_time_interval: Its ``report_time_interval``, in seconds.
@@ -408,11 +410,11 @@ RECIPES: dict[str, Callable[..., Recipe]] = {
     "elastic": elastic,
     "drill": drill,
 }
-"""The recipes by the names that ``launch --recipe`` takes."""
+"""The recipes by the names that ``launch --recipe`` accepts."""
 
 
 def _recipe(name: str) -> Recipe:
-    """The recipe of this name, or what the function ``module:function`` returns."""
+    """The recipe of this name, or the recipe that the function ``module:function`` returns."""
     if name in RECIPES:
         return RECIPES[name]()
     module, colon, function = name.partition(":")
@@ -429,13 +431,13 @@ def _recipe(name: str) -> Recipe:
 
 
 def callbacks_factory() -> list[Callback]:
-    """The ``callbacks_factory`` entry point of both Lightning packages, which every ``Trainer()`` of theirs calls.
+    """The ``callbacks_factory`` entry point of both Lightning packages, which every ``Trainer()`` calls.
 
     Returns:
-        The callbacks of the recipe that ``launch`` has named in the environment; none where it has not.
+        The callbacks of the recipe that ``launch`` has named in the environment; an empty list without a name.
 
     Raises:
-        ValueError: If there is no such recipe.
+        ValueError: If no recipe has this name.
     """
     name = os.environ.get(RECIPE_VARIABLE)
     if os.environ.get(WORKER_PID_VARIABLE, str(os.getpid())) != str(os.getpid()):

@@ -1,11 +1,11 @@
-"""Signals that ask a run to stop, noticed at once, even while the main thread is blocked in a collective.
+"""Notices signals that ask a run to stop at once, even while the main thread is blocked in a collective.
 
 A Python signal handler runs only when the main thread returns to the interpreter, which it does not while blocked in a
 collective. The interpreter's C handler, however, writes the signal's number to a file descriptor at once
 (``signal.set_wakeup_fd``), and a listener thread reads it. The handler does no work, takes no lock and touches no file.
 
 Imports neither torch nor Lightning: ``lightning-resilience launch`` installs the listener before the script's first
-import. An earlier signal is delivered to the first subscriber.
+import. A signal that comes before the first subscriber is delivered to it later.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from lightning_resilience.run.deadlines import (
 log = logging.getLogger(__name__)
 
 GRACE_PERIOD_VARIABLE = "LIGHTNING_RESILIENCE_GRACE_PERIOD_S"
-"""Environment variable in which a launcher gives its workers the real limit, in seconds."""
+"""Environment variable in which a launcher gives its workers the real grace period, in seconds."""
 
 _TERMINALS = (signal.SIGHUP, signal.SIGINT)
 _FROM_PYTHON = 0x80  # flag in a byte of the listener's socket: sent by the Python handler; signals end at 64
@@ -71,13 +71,13 @@ class Interrupted(SystemExit):
 
 
 def exit_code() -> int:
-    """The exit code of an interrupted process: 75, or 0 for a worker, whose launcher would restart anything else."""
+    """The exit code of an interrupted process: 75, or 0 for a worker, whose launcher would restart any other code."""
     is_worker = "TORCHELASTIC_RUN_ID" in os.environ or int(os.environ.get("LOCAL_RANK", "0")) != 0
     return exit_codes.FINISHED if is_worker else exit_codes.INTERRUPTED
 
 
 def grace_period(requested: float = DEFAULT_GRACE_PERIOD_S) -> float:
-    """The seconds between a signal and the end of the process: ``requested`` (0: no limit), or a launcher's fewer."""
+    """Seconds from a signal to the end of the process: ``requested`` (0: no limit) or a launcher's limit if shorter."""
     requested = requested or math.inf
     try:
         return min(requested, float(os.environ[GRACE_PERIOD_VARIABLE]))
@@ -104,7 +104,7 @@ class SignalListener:
         self.grace_period_s = grace_period_s
         self.received: signal.Signals | None = None
         self.returned: set[int] = set()
-        """The signals whose handler of the script was called and has returned."""
+        """The signals for which the script's handler was called and has returned."""
         self._subscriber: Callable[[signal.Signals], None] | None = None
         self._before_exit: Callable[[str], None] | None = None
         self._deadline: float | None = None
@@ -112,7 +112,7 @@ class SignalListener:
         self._previous: dict[signal.Signals, Any] = {}
         self._scripts: dict[signal.Signals, Any] = {}  # handlers that have replaced this listener's
         self._calling: set[int] = set()
-        self._raised: deque[str] = deque()  # by them; logged in the thread, since a handler must not write
+        self._raised: deque[str] = deque()  # errors of the script's handlers; the thread logs them, a handler must not
         self._unanswered: set[int] = set()  # sent by the C handler, not yet by the Python handler
         self._lock = threading.RLock()
         self._pid = os.getpid()
@@ -143,7 +143,7 @@ class SignalListener:
         self.take_over()
 
     def take_over(self) -> None:
-        """Takes over the handlers that the script has set since; they are called from here."""
+        """Takes over signals for which the script has set handlers since; the listener calls these handlers."""
         for signum in self.signums:
             current = signal.getsignal(signum)
             if not self._is_own(current):
@@ -183,7 +183,7 @@ class SignalListener:
         others = self._others_fd
         current = signal.set_wakeup_fd(others.fd if others is not None and others.is_open else -1)
         if current != self._writer.fileno():
-            signal.set_wakeup_fd(current)  # of somebody else by now: leave it
+            signal.set_wakeup_fd(current)  # other code has set it meanwhile: keep that one
         self._closing.set()
         self._wake()
         self._thread.join()
@@ -193,18 +193,18 @@ class SignalListener:
 
     @property
     def seconds_left(self) -> float:
-        """Until the process ends; infinite before the first signal."""
+        """Seconds until the process ends; infinite before the first signal."""
         deadline = self._deadline
         return float("inf") if deadline is None else max(0.0, deadline - time.monotonic())
 
     def subscribe(
         self, subscriber: Callable[[signal.Signals], None], before_exit: Callable[[str], None] | None = None
     ) -> None:
-        """Has ``subscriber`` called in the listener's thread at the first signal; at once if that has come already.
+        """Calls ``subscriber`` in the listener's thread at the first signal; at once if it has already come.
 
         Args:
             subscriber: Called with the signal.
-            before_exit: Called with the reason, for 3 s at most, before the process ends without a stop in order.
+            before_exit: Called with the reason, for at most 3 s, before the process ends without an orderly stop.
         """
         with self._lock:
             self._subscriber, self._before_exit = subscriber, before_exit
@@ -219,12 +219,15 @@ class SignalListener:
         self.give_back()
 
     def await_another(self) -> None:
-        """What was received is for somebody else to decide on, and the next signal is the first; its time has begun."""
+        """Makes the next signal count as the first, after other code has taken over the received one.
+
+        The grace period has already begun.
+        """
         with self._lock:
             self.received = None
 
     def start_grace_period(self) -> None:
-        """Starts the grace period, also on a rank that stops because another one got the signal."""
+        """Starts the grace period, also on a rank that stops because another rank got the signal."""
         with self._lock:
             if self._deadline is None:
                 self._deadline = time.monotonic() + self.grace_period_s
@@ -239,14 +242,14 @@ class SignalListener:
     def _note(self, signum: int, frame: FrameType | None) -> None:
         """The Python handler, without which the interpreter writes no wake-up byte.
 
-        Sends the signal to the listener again: the wakeup descriptor may belong to somebody else.
+        Sends the signal to the listener again, because the wakeup descriptor may belong to other code.
         """
         with suppress(OSError):
             self._writer.send(bytes([signum | _FROM_PYTHON]))
         handler = self._scripts.get(signal.Signals(signum), self._previous.get(signal.Signals(signum)))
         if handler is None or not _is_of_the_script(handler):
             return
-        if signum in self._calling:  # it calls the handler that it has replaced: this one
+        if signum in self._calling:  # the script's handler calls the handler that it has replaced: this one
             return
         self._calling.add(signum)
         try:
@@ -273,7 +276,7 @@ class SignalListener:
             self._writer.send(b"\0")
 
     def _listen(self) -> None:
-        poll = select.poll()  # not select, which takes no descriptor from 1024 on
+        poll = select.poll()  # not select, which does not accept descriptors from 1024 on
         poll.register(self._reader, select.POLLIN)
         while not self._closing.is_set():
             try:
@@ -303,7 +306,7 @@ class SignalListener:
         for byte in noted:
             number = byte & ~_FROM_PYTHON
             if byte & _FROM_PYTHON:
-                if number in self._unanswered:  # sent by the C handler before, perhaps long ago
+                if number in self._unanswered:  # the C handler has sent it before, perhaps long ago
                     self._unanswered.discard(number)
                     continue
             elif number:
@@ -333,7 +336,7 @@ class SignalListener:
                 subscriber(signum)
             except BaseException:
                 self._log_error()
-        # NeMo's words, for tools that watch its logs.
+        # NeMo's wording, for tools that watch its logs.
         _within(_LOGS_WITHIN_S, _write, signed(f"Received signal {int(signum)}, initiating graceful stop"))
 
     def _exit(self, reason: str) -> None:
@@ -347,7 +350,7 @@ class SignalListener:
             os._exit(exit_code())
 
     def _leave_child_alone(self) -> None:
-        """In a forked child, which inherits handlers and file descriptor: it must not act for its parent."""
+        """Resets a forked child, which inherits handlers and file descriptor: it must not act for its parent."""
         signal.set_wakeup_fd(-1)
         self._restore()
 
@@ -360,7 +363,7 @@ class SignalListener:
 
 @dataclass(frozen=True)
 class _OthersDescriptor:
-    """The wakeup descriptor of somebody else, such as an asyncio loop, which gets all signals too."""
+    """The wakeup descriptor of other code, such as an asyncio loop, which gets all signals too."""
 
     fd: int
     file: tuple[int, int]
@@ -374,7 +377,7 @@ class _OthersDescriptor:
 
     @property
     def is_open(self) -> bool:
-        """Whether the number still belongs to the same file."""
+        """Whether the descriptor still belongs to the same file."""
         return _OthersDescriptor.of(self.fd) == self
 
     def write(self, number: int) -> None:
@@ -384,7 +387,7 @@ class _OthersDescriptor:
 
 
 def _is_of_the_script(handler: Any) -> bool:
-    """Whether a handler is a user's: not Python's for SIGINT, nor Lightning's, which broadcasts in it."""
+    """Whether a handler is the user's: not Python's for SIGINT, nor Lightning's, which broadcasts inside of it."""
     if not callable(handler) or handler is signal.default_int_handler:
         return False
     return type(handler).__module__.partition(".")[0] not in ("lightning", "pytorch_lightning")
@@ -397,8 +400,8 @@ def _write(line: str) -> None:
 
 
 def _within(seconds: float, function: Callable[[str], None], argument: str) -> None:
-    """Calls ``function`` in a thread and waits for ``seconds`` at most: a pipe or storage may be stuck."""
-    with suppress(Exception):  # nor is it told if no thread can be started
+    """Calls ``function`` in a thread and waits for at most ``seconds``: a pipe or storage may be stuck."""
+    with suppress(Exception):  # also if no thread can be started
         in_daemon_thread(functools.partial(function, argument), "writes").result(seconds)
 
 
@@ -408,7 +411,7 @@ _installed: SignalListener | None = None
 def install(
     signums: Collection[signal.Signals] = (signal.SIGTERM,), grace_period_s: float | None = None
 ) -> SignalListener | None:
-    """Installs the listener of this process, or has the installed one notice ``signums`` too.
+    """Installs the listener of this process, or makes the installed one notice ``signums`` too.
 
     Args:
         signums: The signals to notice.
@@ -430,12 +433,12 @@ def install(
 
 
 def installed() -> SignalListener | None:
-    """The listener of this process, if there is one."""
+    """The listener of this process, if it is installed."""
     return _installed
 
 
 def uninstall() -> None:
-    """Stops the listener of this process, if there is one."""
+    """Stops the listener of this process, if it is installed."""
     global _installed
     if _installed is not None:
         listener, _installed = _installed, None
@@ -474,12 +477,13 @@ _at_fork(lambda: () if _installed is None else _installed.signums, _after_fork_i
 class WorkerGuard:
     """A ``worker_init_fn`` with which a data-loader worker neither ends before its trainer nor outlives it.
 
-    A signal to the process group reaches workers too; one that dies fails the step in progress. A worker whose trainer
-    was killed can hang forever on a pipe that its siblings hold open, and such orphans fill the memory of the node.
+    A signal to the process group reaches workers too, and a worker that dies fails the step in progress. A worker whose
+    trainer was killed can hang forever on a pipe that its siblings hold open, and such orphans fill the memory of the
+    node.
 
     Args:
         inner: The loader's own ``worker_init_fn``.
-        signums: The signals that it ignores until its trainer ends.
+        signums: The signals that the worker ignores until its trainer ends.
     """
 
     def __init__(self, inner: Callable[[int], None] | None, signums: Collection[signal.Signals]) -> None:
@@ -487,7 +491,7 @@ class WorkerGuard:
         self.signums = tuple(signums)
         self.trainer_pid = os.getpid()
         self.trainer_ends = _trainer_ends()[1]
-        # What the kernel waits for is the end of the thread that starts the worker.
+        # The kernel watches the thread that starts the worker, not the process.
         self._dies_with_trainer = threading.current_thread() is threading.main_thread()
 
     def __call__(self, worker_id: int) -> None:
@@ -502,7 +506,7 @@ class WorkerGuard:
 
 @functools.cache
 def _trainer_ends() -> tuple[int, str]:
-    """A byte that is set when the trainer ends: its file, and the path by which any worker can read it."""
+    """A byte that is set when the trainer ends: the descriptor of its file, and a path by which workers can read it."""
     Finalize(None, _end_workers, exitpriority=0)  # before multiprocessing waits for them
     if sys.platform != "linux":
         return -1, ""
@@ -517,7 +521,8 @@ os.register_at_fork(after_in_child=_trainer_ends.cache_clear)  # a child is no w
 def _end_workers() -> None:
     """Ends the remaining workers when the trainer's process ends.
 
-    multiprocessing waits for them without a timeout: forever if one never returns to the interpreter for SIGTERM.
+    multiprocessing waits for them without a timeout: forever if a worker never returns to the interpreter to handle
+    SIGTERM.
     """
     with suppress(OSError):
         os.pwrite(_trainer_ends()[0], b"\1", 0)
@@ -534,16 +539,16 @@ def _end_workers() -> None:
 def _ignore_until(trainer_ends: str, signums: Collection[signal.Signals]) -> None:
     """Ignores these signals in this process until its trainer ends.
 
-    By a handler, which child processes do not inherit, unlike a mask or ``SIG_IGN``: a reader such as ffmpeg could not
-    be terminated. It replaces torch's own handler, which ends the worker at once.
+    This is done by a handler, because child processes would inherit a mask or ``SIG_IGN``, and then a reader such as
+    ffmpeg could not be terminated. The handler replaces torch's own, which ends the worker at once.
     """
     try:
         flag = os.open(trainer_ends, os.O_RDONLY)
-    except OSError:  # the trainer must kill it
+    except OSError:  # then the trainer must kill this worker
         return
 
     def handle(signum: int, frame: FrameType | None) -> None:
-        with suppress(OSError):  # all files are closed
+        with suppress(OSError):  # all files may be closed
             if os.pread(flag, 1, 0) != b"\0":
                 os._exit(0)
 
@@ -562,14 +567,14 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def _die_with(trainer: int) -> None:
-    """Has the kernel kill this process when its parent ends, on Linux.
+    """Makes the kernel kill this process when its parent ends, on Linux.
 
-    The parent is the trainer, or its fork server, which ends with it.
+    The parent is the trainer, or the trainer's fork server, which ends with the trainer.
     """
     if sys.platform != "linux":
         return
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     try:
         os.kill(trainer, 0)
-    except ProcessLookupError:  # it ended before that
+    except ProcessLookupError:  # the trainer ended before the call
         os._exit(1)

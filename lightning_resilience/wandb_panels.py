@@ -1,4 +1,4 @@
-"""What Weights & Biases shows of a run and of its stragglers, beyond the scalars that every logger gets."""
+"""Logs tables, plots and alerts about a run and its stragglers to Weights & Biases, in addition to scalars."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ _STEP = "trainer/global_step"
 class Panels:
     """Logs a table of the 1,000 slowest ranks, a plot of the 20 slowest nodes over time, and a summary of stragglers.
 
-    Table and plot are uploaded as files, so they are sent only when the stragglers change, and every 12th report. The
-    plot is sent as a whole, so the scores of the last 200 reports are kept, also across restarts.
+    Table and plot are uploaded as files, so they are sent only when the stragglers change, and at every 12th report.
+    The plot is sent as a whole, so the scores of the last 200 reports are kept, also across restarts.
     """
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ class Panels:
             report: The report.
             stragglers: The slow ranks.
             step: Step to log at.
-            threshold: Threshold of relative scores, drawn into the plot.
+            threshold: Threshold of relative scores, shown in the plot.
         """
         self._remember(report, step)
         self._not_shown += 1
@@ -89,7 +89,7 @@ class Panels:
             for history in self._nodes.values():
                 history.pop(0)
         known = {node: history for node, history in self._nodes.items() if any(each is not None for each in history)}
-        if len(known) > _MAX_NODES_KEPT:  # bounds their size in checkpoints
+        if len(known) > _MAX_NODES_KEPT:  # limits their size in checkpoints
             slowest = sorted(known, key=lambda node: min(each for each in known[node] if each is not None))
             known = {node: known[node] for node in slowest[:_MAX_NODES_KEPT]}
         self._nodes = known
@@ -112,19 +112,19 @@ class RunPanels:
     """Logs a table of the interruptions of a run and where its time went, and sends alerts."""
 
     def begin(self, loggers: Sequence[Any], interruptions: Sequence[Mapping[str, Any]], ranks: int, step: int) -> None:
-        """Training begins.
+        """Logs the interruptions so far when training begins.
 
         Args:
             loggers: The Trainer's loggers.
-            interruptions: Those of the run so far, as ``report --json`` has them.
-            ranks: How many ranks the run has.
+            interruptions: The interruptions of the run so far, in the form of ``report --json``.
+            ranks: The number of ranks of the run.
             step: Step to log at.
         """
         for run in _runs(loggers):
             import wandb
 
-            if not run.settings.sync_tensorboard:  # else WandbLogger logs by another axis
-                # WandbLogger does so for all metrics, but not if the script has begun the W&B run itself.
+            if not run.settings.sync_tensorboard:  # with it WandbLogger logs by another axis
+                # WandbLogger defines the axis for all metrics, but not if the script has begun the W&B run itself.
                 run.define_metric(_STEP)
                 run.define_metric("resilience/*", step_metric=_STEP)
             shown = interruptions[-_MAX_INTERRUPTIONS:]
@@ -135,7 +135,7 @@ class RunPanels:
             run.summary["interruptions"] = [*map(in_words, shown)]
 
     def end(self, loggers: Sequence[Any], scalars: Mapping[str, float], step: int) -> None:
-        """The fit ends.
+        """Logs a chart of the time and the last scalars when the fit ends.
 
         Args:
             loggers: The Trainer's loggers.
@@ -153,12 +153,12 @@ class RunPanels:
             run.log({"resilience/time": chart, **scalars, _STEP: step})
 
     def alert(self, loggers: Sequence[Any], title: str, text: str, level: str) -> None:
-        """Sends an alert; W&B sends one of a title every ten minutes at most.
+        """Sends an alert; W&B sends at most one alert with the same title in ten minutes.
 
         Args:
             loggers: The Trainer's loggers.
             title: At most 64 characters.
-            text: What has happened.
+            text: A description of the event.
             level: ``INFO``, ``WARN`` or ``ERROR``.
         """
         for run in _runs(loggers):
@@ -166,10 +166,10 @@ class RunPanels:
 
 
 def in_words(interruption: Mapping[str, Any]) -> str:
-    """An interruption in a line.
+    """Describes an interruption in one line.
 
     Args:
-        interruption: As ``report --json`` has it.
+        interruption: An interruption in the form of ``report --json``.
     """
     where = f" on {interruption['node']}" if interruption["node"] else ""
     steps = interruption["steps_lost"]
@@ -211,7 +211,7 @@ _COLUMNS: list[str | int] = [
 
 
 def _rows(report: Report, stragglers: Sequence[Straggler]) -> list[list[Any]]:
-    """The slowest ranks first, ranks without samples last."""
+    """The rows of the table of ranks: the slowest ranks first, ranks without samples last."""
     states = dict.fromkeys(report.missing, "no steps")
     for each in stragglers:
         states[each.rank] = "; ".join([*filter(None, [states.get(each.rank)]), f"slow ({each.kind}): {each.cause}"])

@@ -1,4 +1,4 @@
-"""The only folder that touches private or version-dependent names of Lightning; each with its reason.
+"""The only folder that uses private or version-dependent names of Lightning, each with its reason.
 
-``tests/test_lightning_internals.py`` fails when a name goes away.
+``tests/test_lightning_internals.py`` fails when Lightning removes such a name.
 """

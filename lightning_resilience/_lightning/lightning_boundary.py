@@ -1,6 +1,7 @@
-"""What a training step changes before its optimizer's step: noted at a boundary, and put back to go on from there.
+"""Lists what a training step changes before the optimizer's step, so that a fit can continue from the last boundary.
 
-Each is a *place*: a dictionary and a key in it, read and written in a fraction of a microsecond.
+The values are noted at a boundary and put back later. Each is found at a *place*: a dictionary and a key in it, which
+is read and written in a fraction of a microsecond.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ Place = tuple[dict[str, Any], str]
 
 _COUNTS = ("ready", "started", "processed", "completed")
 _KEPT_BY_LIGHTNING = ("ModelCheckpoint", "EarlyStopping", "WeightAveraging", "Timer")
-"""Callbacks of Lightning whose state no step changes before its end, and is that of all ranks."""
+"""Callbacks of Lightning whose state is the same on all ranks, and is not changed by a step before its end."""
 
 
 def _counts(*progresses: Any) -> Iterator[Place]:
@@ -36,7 +37,7 @@ def _counts(*progresses: Any) -> Iterator[Place]:
 
 
 def changed_by_step(trainer: Trainer) -> list[Place]:
-    """What the loops count, and remember, within a step; equal on all ranks."""
+    """The places of the loops' counters and flags that a step changes before its end; equal on all ranks."""
     loop: Any = trainer.fit_loop.epoch_loop
     connector = trainer._logger_connector
     optimizer = loop.automatic_optimization.optim_progress.optimizer
@@ -51,7 +52,7 @@ def changed_by_step(trainer: Trainer) -> list[Place]:
 
 
 def unchanged_by_step(trainer: Trainer) -> list[Place]:
-    """What the loops count when a step has ended: if it is as it was, no later boundary was reached."""
+    """The places of counters that change when a step ends: if they are unchanged, no later boundary was reached."""
     loop = trainer.fit_loop.epoch_loop
     step = loop.automatic_optimization.optim_progress.optimizer.step
     return [
@@ -67,19 +68,19 @@ def _last_metrics(trainer: Trainer) -> list[dict[str, Any]]:
 
 
 def names_of_metrics(trainer: Trainer) -> Any:
-    """Which metrics there are: what a step logs for the first time is new. Compared by ``==``."""
+    """The names of all present metrics, to find metrics that a step logs for the first time. Compared by ``==``."""
     return [list(trainer.fit_loop.epoch_loop._results), *map(list, _last_metrics(trainer))]
 
 
 def forget_new_metrics(trainer: Trainer, names: Any) -> None:
-    """Removes metrics that are not in ``names``, as :func:`names_of_metrics` has returned them."""
+    """Removes metrics that are not in ``names``, which :func:`names_of_metrics` has returned."""
     for metrics, known in zip([trainer.fit_loop.epoch_loop._results, *_last_metrics(trainer)], names, strict=True):
         for name in [each for each in metrics if each not in known]:
             del metrics[name]
 
 
 def metric_places(trainer: Trainer, module: LightningModule) -> dict[str, Place]:
-    """What :func:`.lightning_metrics.metric_states` saves of this rank's metrics, by name."""
+    """The places of this rank's metrics that :func:`.lightning_metrics.metric_states` saves, by name."""
     found: dict[str, Place] = {}
     for name, result in trainer.fit_loop.epoch_loop._results.items():
         of_result = ["_update_count", "has_reset"]
@@ -95,7 +96,7 @@ def metric_places(trainer: Trainer, module: LightningModule) -> dict[str, Place]
 
 
 def buffer_places(trainer: Trainer, module: LightningModule) -> dict[str, Place]:
-    """The buffers of the module, and of averages of it, by name."""
+    """The places of the buffers of the module and of its averages, by name."""
     averages = [each._average_model for each in lightning_callbacks.callbacks_named(trainer, "WeightAveraging")]
     return {
         f"{number}. {name}.{key}": (each._buffers, key)

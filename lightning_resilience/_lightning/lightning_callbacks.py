@@ -30,14 +30,15 @@ _EVERY_BATCH = (
 
 
 class ResilienceCallback(Callback):
-    """Base of this package's callbacks, so that a Trainer of either namespace takes them.
+    """The base of this package's callbacks, so that a Trainer of either namespace accepts them.
 
-    ``lightning.pytorch`` and ``pytorch_lightning`` are the same code twice, with unrelated classes. A Trainer takes any
-    object in a list of callbacks, but a single callback only of its own class; ``LightningCLI`` takes only its own too.
-    Which one a script uses is not known when the callbacks are defined.
+    ``lightning.pytorch`` and ``pytorch_lightning`` are the same code twice, with unrelated classes. A Trainer accepts
+    any object in a list of callbacks, but a single callback only if it is of its own ``Callback`` class;
+    ``LightningCLI`` accepts only its own class too. Which package a script uses is not known when the callbacks are
+    defined.
 
     Attributes:
-        _injected: Whether ``lightning-resilience launch`` added this callback; the user's own one goes first.
+        _injected: Whether ``lightning-resilience launch`` added this callback; the user's own callback has precedence.
     """
 
     _injected = False
@@ -48,13 +49,13 @@ class ResilienceCallback(Callback):
         self._skip_hooks(hook for hook in _EVERY_BATCH if getattr(type(self), hook).__qualname__ == f"Callback.{hook}")
 
     def _before_setup(self, trainer: Trainer) -> None:
-        """Called before anything is set up, on the first of our callbacks in a Trainer: see :class:`_SetupHook`."""
+        """Called before anything is set up, on the first of this package's callbacks; see :class:`_SetupHook`."""
 
     def _skip_hooks(self, hooks: Iterable[str]) -> None:
         """Removes hooks that do nothing.
 
-        Lightning enters a profiler's context for each hook of each callback, also for an empty one, which makes ten
-        microseconds a step. It passes over what is not callable.
+        Lightning enters a profiler's context for each hook of each callback, also for an empty hook, which costs ten
+        microseconds a step. It skips attributes that are not callable.
         """
         for hook in hooks:
             setattr(self, hook, None)
@@ -63,7 +64,8 @@ class ResilienceCallback(Callback):
 def adopt_namespaces() -> None:
     """Makes this package's callbacks instances of the ``Callback`` of every Lightning package imported so far.
 
-    Called here, for a ``LightningCLI`` that looks a callback up by its name, and whenever a callback is made.
+    Called when this module is imported, for a ``LightningCLI`` that finds a callback by its name, and whenever a
+    callback is created.
     """
     for package in ("lightning.pytorch", "pytorch_lightning"):
         base = getattr(sys.modules.get(package), "Callback", None)
@@ -77,8 +79,8 @@ def adopt_namespaces() -> None:
 class _SetupHook:
     """Lightning's function that sets up loggers and callbacks, with ``_before_setup`` in front of it.
 
-    Lightning has no such hook: loggers make their files before any callback hears of the fit, and in which order
-    callbacks are set up is not for us to say. Without a callback of ours it does what it did.
+    Lightning has no such hook: loggers create their files before any callback is called, and this package cannot choose
+    the order in which callbacks are set up. Without a callback of this package Lightning's function runs unchanged.
     """
 
     def __init__(self, setup: Callable[[Trainer], None]) -> None:
@@ -95,22 +97,22 @@ adopt_namespaces()
 
 
 def is_named(owner: object, *names: str) -> bool:
-    """Whether the class of ``owner``, or a base of it, has one of ``names``: without importing that, of any package."""
+    """Whether the class of ``owner``, or a base class, has one of ``names``, in any package; imports nothing."""
     return any(cls.__name__ in names for cls in type(owner).__mro__)
 
 
 def callbacks_named(trainer: Trainer, *names: str) -> list[Any]:
-    """The callbacks of ``trainer`` that are :func:`is_named` so."""
+    """The callbacks of ``trainer`` for which :func:`is_named` is true."""
     return [each for each in callbacks(trainer) if is_named(each, *names)]
 
 
 def has_pytorch_profiler(trainer: Trainer) -> bool:
-    """Whether ``trainer`` profiles with PyTorch's profiler; of either package."""
+    """Whether ``trainer`` uses the ``PyTorchProfiler`` of either package."""
     return is_named(getattr(trainer, "profiler", None), "PyTorchProfiler")
 
 
 def module_of(owner: object, name: str) -> Any:
-    """The module that defines the class of ``owner``, or the base of it, that is called ``name``; else ``None``."""
+    """The Python module that defines the class ``name``, if ``owner`` is of it or of a subclass; otherwise ``None``."""
     return next((sys.modules[cls.__module__] for cls in type(owner).__mro__ if cls.__name__ == name), None)
 
 
@@ -122,13 +124,14 @@ def callbacks(trainer: Trainer) -> list[Any]:
 def is_search(trainer: Trainer) -> bool:
     """Whether this ``fit`` is a learning-rate or batch-size search of a ``Tuner``, which ends before training.
 
-    The Tuner adds its callback with ``_early_exit`` and calls ``trainer.fit``; nothing public tells it from a real fit.
+    The Tuner adds its callback with ``_early_exit`` and calls ``trainer.fit``; nothing public distinguishes the search
+    from a real fit.
     """
     return any(getattr(callback, "_early_exit", False) for callback in callbacks(trainer))
 
 
 def found_by_searches(trainer: Trainer) -> dict[str, Any]:
-    """What the ``LearningRateFinder`` and ``BatchSizeFinder`` of a fit have set, by the name of its attribute."""
+    """The values that ``LearningRateFinder`` and ``BatchSizeFinder`` of a fit have set, by the names of attributes."""
     found = {}
     for _, parsing, name in _searches(trainer):
         value = parsing.lightning_getattr(trainer.lightning_module, name)
@@ -138,15 +141,15 @@ def found_by_searches(trainer: Trainer) -> dict[str, Any]:
 
 
 def finds_learning_rates(trainer: Trainer) -> bool:
-    """Whether the optimizers' learning rates are those that a ``LearningRateFinder`` finds, and not the script's."""
+    """Whether a ``LearningRateFinder`` chooses the optimizers' learning rates, and not the script."""
     return any(hasattr(finder, "optimal_lr") for finder, _, _ in _searches(trainer))
 
 
 def skip_searches(trainer: Trainer, patches: Patches, found: dict[str, Any]) -> None:
-    """Sets what the finders of a resumed fit have found at its beginning, and skips their searches.
+    """Sets the values that the finders have found when the fit first began, and skips the searches of a resumed fit.
 
-    A search would begin with the weights of now, and cost its time at every start. The learning rates of the optimizers
-    are restored with these; a batch size is needed before the loaders are made.
+    A search would begin with the present weights, and would take its time at every start. The learning rates of the
+    optimizers are restored with the optimizers; a batch size is needed before the loaders are created.
     """
     for finder, parsing, name in _searches(trainer):
         if name in found:
@@ -157,7 +160,7 @@ def skip_searches(trainer: Trainer, patches: Patches, found: dict[str, Any]) -> 
 
 
 def _searches(trainer: Trainer) -> Iterator[tuple[Any, Any, str]]:
-    """The finders, Lightning's module that reads what they set, and its name in the module or its hyper-parameters."""
+    """Each finder, Lightning's Python module that reads its value, and the value's name in module or hparams."""
     names = ("LearningRateFinder", "BatchSizeFinder")
     for finder in callbacks_named(trainer, *names):
         home = next(cls.__module__ for cls in type(finder).__mro__ if cls.__name__ in names)
@@ -174,7 +177,7 @@ def _searches(trainer: Trainer) -> Iterator[tuple[Any, Any, str]]:
 
 
 def exception_checkpoints(trainer: Trainer) -> list[str]:
-    """The files of every ``OnExceptionCheckpoint``: where one is, Lightning resumes from it without being asked."""
+    """The file of every ``OnExceptionCheckpoint``: if it exists, Lightning resumes from it without being asked."""
     return [str(each.ckpt_path) for each in callbacks_named(trainer, "OnExceptionCheckpoint")]
 
 
@@ -182,9 +185,9 @@ _MARKS = ("current_score", "_defer_save_until_validation", "_last_checkpoint_sav
 
 
 def model_checkpoint_state(trainer: Trainer) -> dict[str, dict[str, Any]]:
-    """What ``ModelCheckpoint`` remembers of its last save and does not save itself.
+    """The attributes about its last save that ``ModelCheckpoint`` does not save itself.
 
-    By these it decides whether a step was saved already, is to be saved after the validation that is due, and whether
+    By these it decides whether a step has been saved, whether to save it after a due validation, and whether
     ``last.ckpt`` is missing at the end.
     """
     return {
@@ -201,12 +204,12 @@ def set_model_checkpoint_state(trainer: Trainer, marks: dict[str, dict[str, Any]
 
 
 def last_saves(trainer: Trainer) -> list[tuple[Any, int]]:
-    """Every ``ModelCheckpoint``, and the ``trainer.global_step`` of its last save."""
+    """Every ``ModelCheckpoint`` with the ``trainer.global_step`` of its last save."""
     return [(each, each._last_global_step_saved) for each in callbacks_named(trainer, "ModelCheckpoint")]
 
 
 def overwrite(callback: Any, patches: Patches, files: set[str]) -> None:
-    """Lets a ``ModelCheckpoint`` overwrite each of ``files`` once; the files of rank 0 count."""
+    """Lets a ``ModelCheckpoint`` overwrite each of ``files`` once; ``files`` of rank 0 decides."""
     there = type(callback).file_exists
 
     def file_exists(filepath: Any, trainer: Trainer) -> bool:
@@ -222,7 +225,7 @@ def overwrite(callback: Any, patches: Patches, files: set[str]) -> None:
 def skip_weight_averaging(trainer: Trainer) -> None:
     """Lets Lightning's ``WeightAveraging`` skip the step that was just counted.
 
-    It averages after every step that is counted, also where the weights are what they were.
+    It averages after every counted step, even if the weights have not changed.
     """
     for callback in callbacks_named(trainer, "WeightAveraging"):
         callback._latest_update_step = trainer.global_step
@@ -231,9 +234,9 @@ def skip_weight_averaging(trainer: Trainer) -> None:
 def resume_weight_averaging(trainer: Trainer, module: LightningModule) -> None:
     """Resumes ``StochasticWeightAveraging`` in the middle of an epoch.
 
-    It exchanges the scheduler at the beginning of an epoch, in a hook that Lightning does not call again in the middle
-    of one: the rest of the epoch would do without, and the next save would hold none. The learning rates that a new
-    scheduler sets are in the checkpoint already.
+    It replaces the scheduler at the beginning of an epoch, in a hook that Lightning does not call again in the middle
+    of an epoch. The rest of the epoch would then lack its scheduler, and so would the next save. The learning rates
+    that a new scheduler sets are already in the checkpoint.
     """
     for callback in callbacks_named(trainer, "StochasticWeightAveraging"):
         groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]

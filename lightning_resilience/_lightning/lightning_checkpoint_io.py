@@ -1,7 +1,7 @@
 """Plugins that write checkpoints, and the links of ``ModelCheckpoint``.
 
-Plugins are recognised by the names of their classes: a script's Trainer may come from either namespace, and importing
-the other one only to compare would cost seconds.
+Plugins are recognized by the names of their classes: a script's Trainer may come from either Lightning package, and
+importing the other package only for a comparison would cost seconds.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 
 def is_plain_checkpoint_io(io: object) -> bool:
-    """Whether ``io`` is exactly Lightning's ``TorchCheckpointIO``, not a subclass that may do anything."""
+    """Whether ``io`` is exactly Lightning's ``TorchCheckpointIO``, and no subclass, which may do anything."""
     cls = type(io)
     return cls.__name__ == "TorchCheckpointIO" and cls.__module__ in (
         "lightning.fabric.plugins.io.torch_io",
@@ -30,15 +30,16 @@ def is_async_checkpoint_io(io: object) -> bool:
 
 
 def set_inner_checkpoint_io(io: Any, inner: Any) -> None:
-    """Exchanges what an ``AsyncCheckpointIO`` wraps; its public setter ignores a second value."""
+    """Replaces the plugin that an ``AsyncCheckpointIO`` wraps; the public setter ignores a second value."""
     io._checkpoint_io = inner
 
 
 def after_async_saves(io: Any, action: Callable[[], None]) -> None:
-    """Queues ``action`` behind the saves that an ``AsyncCheckpointIO`` has not finished.
+    """Queues ``action`` after the saves that an ``AsyncCheckpointIO`` has not finished.
 
-    Its executor has one thread, so this is their order. ``action`` is dropped once a save has failed: it relies on the
-    newest checkpoint. Its own error is raised by the next save or the teardown, as that of a save is.
+    The plugin's executor has one thread, so ``action`` runs after these saves. It is dropped if a save has failed,
+    because it relies on the newest checkpoint. If ``action`` raises, the next save or the teardown raises its error, as
+    it does for the error of a save.
     """
 
     def act() -> None:
@@ -53,10 +54,10 @@ def after_async_saves(io: Any, action: Callable[[], None]) -> None:
 
 
 def wait_for_async_saves(io: Any, within_s: float) -> bool:
-    """Waits until everything queued in an ``AsyncCheckpointIO`` is done; its error stays for its teardown to raise.
+    """Waits until everything queued in an ``AsyncCheckpointIO`` is done; its teardown still raises any error.
 
     Returns:
-        Whether it is done.
+        Whether everything is done.
     """
     if io._executor is None:
         return True
@@ -67,7 +68,8 @@ def wait_for_async_saves(io: Any, within_s: float) -> bool:
 def replace_link_checkpoint(callback: Any, link: Callable[[Any, str, str], None]) -> None:
     """Makes a ``ModelCheckpoint`` link ``last.ckpt`` with ``link(trainer, filepath, linkpath)``.
 
-    ``_link_checkpoint`` removes the old link before it makes the new one. A subclass that has its own is left alone.
+    Lightning's ``_link_checkpoint`` removes the old link before it creates the new one. A subclass with its own
+    ``_link_checkpoint`` is left unchanged.
     """
     plain = getattr(type(callback), "_link_checkpoint", None)
     if plain is not None and plain.__module__ in (

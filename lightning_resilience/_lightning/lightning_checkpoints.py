@@ -1,4 +1,4 @@
-"""The checkpoint connector: dumping, loading and restoring a checkpoint."""
+"""Lightning's checkpoint connector: dumping, loading and restoring a checkpoint."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def paths_to_resume_from(trainer: Trainer) -> set[str]:
-    """What ``ckpt_path="last"`` and ``"hpc"`` stand for, which Lightning has replaced by one of these."""
+    """The paths by which Lightning may have replaced ``ckpt_path="last"`` or ``"hpc"``."""
     found = {str(path) for path in (trainer._checkpoint_connector._hpc_resume_path,) if path is not None}
     for callback in trainer.checkpoint_callbacks:
         if hasattr(callback, "_find_last_checkpoints"):
@@ -32,8 +32,8 @@ def paths_to_resume_from(trainer: Trainer) -> set[str]:
 def on_restore(trainer: Trainer, patches: Patches, restore: Callable[[str | None, Any], None]) -> None:
     """Calls ``restore(ckpt_path, weights_only)`` where Lightning loads a checkpoint.
 
-    A callback cannot choose the checkpoint: ``trainer.ckpt_path`` set in ``setup`` has no effect. This connector method
-    is called after ``setup`` and ``configure_model`` in every strategy.
+    A callback cannot choose the checkpoint: ``trainer.ckpt_path`` set in ``setup`` has no effect. The replaced method
+    of the connector is called after ``setup`` and ``configure_model`` in every strategy.
     """
     connector = trainer._checkpoint_connector
 
@@ -44,16 +44,16 @@ def on_restore(trainer: Trainer, patches: Patches, restore: Callable[[str | None
 
 
 def load_checkpoint(trainer: Trainer, path: str | None, weights_only: bool | None = None) -> dict[str, Any]:
-    """Reads the checkpoint at ``path`` through Lightning and the strategy; empty for ``None``."""
+    """Reads the checkpoint at ``path`` through Lightning and the strategy; returns an empty one for ``None``."""
     connector = trainer._checkpoint_connector
     connector.resume_start(path, weights_only=weights_only)
     return connector._loaded_checkpoint
 
 
 def load_own_whole_checkpoint(trainer: Trainer, path: str) -> dict[str, Any]:
-    """Like :func:`load_checkpoint`, of a checkpoint of the run's own: whatever it holds, nothing in it is executed.
+    """Like :func:`load_checkpoint`, for a checkpoint of the run: nothing in it is executed, whatever it holds.
 
-    ``FSDPStrategy`` reads a file with an unpickler of its own, that takes any class.
+    ``FSDPStrategy`` reads a file with its own unpickler, which accepts any class.
     """
     patches = Patches()
     if (module := module_of(trainer.strategy, "FSDPStrategy")) is not None:
@@ -66,7 +66,7 @@ def load_own_whole_checkpoint(trainer: Trainer, path: str) -> dict[str, Any]:
 
 
 def loaded_checkpoint(trainer: Trainer) -> dict[str, Any]:
-    """The checkpoint from which Lightning would restore loops and optimizers now; empty if there is none."""
+    """The checkpoint from which Lightning would restore loops and optimizers now; empty without a checkpoint."""
     return trainer._checkpoint_connector._loaded_checkpoint
 
 
@@ -80,8 +80,8 @@ def on_restore_training_state(
 ) -> None:
     """Runs Lightning's restoring of loops, optimizers and schedulers within ``around``.
 
-    A ``LearningRateFinder`` or ``BatchSizeFinder`` runs between that and the restoring of the module. It ends with a
-    restore of its own, which is within ``around`` too, and with the loaded checkpoint thrown away.
+    A ``LearningRateFinder`` or ``BatchSizeFinder`` runs after the module is restored and before this. At its end it
+    restores its own checkpoint, also within ``around``, and the loaded checkpoint is discarded.
     """
     connector = trainer._checkpoint_connector
     restore = connector.restore_training_state
@@ -107,13 +107,13 @@ def restore_checkpoint(trainer: Trainer, path: str | None, checkpoint: dict[str,
     connector._loaded_checkpoint = checkpoint
     connector.restore_model()
     connector.restore_datamodule()
-    # Lightning's SpikeDetection looks for its metric by a name that it has not: every resume would fail.
+    # Lightning's SpikeDetection looks up its metric by an attribute that it does not have: every resume would fail.
     spikes = [each for each in callbacks_named(trainer, "SpikeDetection") if not hasattr(each, "running")]
     for each in spikes:
         each.running = each.running_mean
     patiences = [(callback, callback.patience) for callback in callbacks_named(trainer, "EarlyStopping")]
     connector.restore_callbacks()
-    for callback, patience in patiences:  # that of the checkpoint, and the script may have more by now
+    for callback, patience in patiences:  # restored from the checkpoint; the script may allow more by now
         callback.patience = max(patience, callback.patience)
     for each in spikes:
         del each.running
@@ -124,10 +124,10 @@ def _do_nothing(*arguments: Any) -> None:
 
 
 def uses_last_argument(hook: Any, given: int) -> bool:
-    """Whether a function may do something with the last of so many arguments; if in doubt, it may.
+    """Whether a function may use the last of so many arguments; true if in doubt.
 
-    Found in its code and not by watching it: the answer must be the same on all ranks, a hook may have collectives in
-    it, and what it does once it need not do the next time.
+    The answer comes from the function's code and not from watching a call: it must be the same on all ranks, a hook may
+    contain collectives, and the next call may differ from the last one.
     """
     function, position = getattr(hook, "__func__", hook), given - 1 + hasattr(hook, "__self__")
     while hasattr(function, "__wrapped__") and _is_transparent(function):
@@ -137,7 +137,7 @@ def uses_last_argument(hook: Any, given: int) -> bool:
 
 
 def _is_transparent(decorated: Any) -> bool:
-    """Whether the decorator is one like ``rank_zero_only`` and ``torch.no_grad``, which look at no argument."""
+    """Whether a decorator such as ``rank_zero_only`` or ``torch.no_grad`` made the function: they use no argument."""
     package = str(getattr(decorated, "__globals__", {}).get("__name__")).partition(".")[0]
     return package in ("lightning", "lightning_fabric", "lightning_utilities", "pytorch_lightning", "torch")
 
@@ -152,11 +152,11 @@ def _uses_argument(code: CodeType, position: int) -> bool:
 
 
 def dump_own_checkpoint(trainer: Trainer) -> dict[str, Any]:
-    """Like :func:`dump_checkpoint`, but of this rank alone: strategies that shard give their shards and gather nothing.
+    """Like :func:`dump_checkpoint`, but for this rank alone: strategies that shard return shards and gather nothing.
 
-    Tensors are the live ones, not copies. Hooks that do nothing with the checkpoint are left out: there is no state of
-    theirs in it, and what they do instead, such as writing an adapter, is meant for checkpoints that somebody asked
-    for, which come by the hour and not by the second.
+    Tensors are the live ones, not copies. Hooks that do not use the checkpoint are left out: they add no state to it,
+    and what else they do, such as writing an adapter, is meant for checkpoints that a user has asked for, which come
+    every hour and not every second.
     """
     strategy: Any = trainer.strategy
     module = trainer.lightning_module
@@ -186,10 +186,10 @@ def dump_own_checkpoint(trainer: Trainer) -> dict[str, Any]:
 
 
 def dump_sharded_checkpoint(trainer: Trainer) -> dict[str, Any]:
-    """Like :func:`dump_checkpoint`, with each rank's shards, of a strategy that has ``shards_under`` something.
+    """Like :func:`dump_checkpoint`, but with each rank's shards, for a strategy whose traits have ``shards_under``.
 
-    By names, as the strategy itself saves and loads them. Of FSDP2 they are the live DTensors: it would copy everything
-    to the host meanwhile. FSDP1 knows its shards only by a gathering of its own.
+    The state is keyed by names, as the strategy itself saves and loads it. For FSDP2 it holds the live DTensors; the
+    strategy's own dump would copy everything to the host. FSDP1 returns its shards only by its own collective.
     """
     from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 
@@ -215,7 +215,7 @@ def _named_tensors(module: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def load_own_checkpoint(trainer: Trainer, patches: Patches) -> None:
-    """Lets the strategy load what :func:`dump_own_checkpoint` has made."""
+    """Makes the strategy load a checkpoint of :func:`dump_own_checkpoint`."""
     strategy: Any = trainer.strategy
     module = trainer.lightning_module
     load_optimizer_states, traits = strategy.load_optimizer_state_dict, lightning_strategies.traits_of(strategy)
@@ -231,7 +231,7 @@ def load_own_checkpoint(trainer: Trainer, patches: Patches) -> None:
             module.load_state_dict(
                 {name: sharded.from_local(value, live.get(name)) for name, value in saved.items()}, strict=strict
             )
-        # These strategies are set up before they load, and load their optimizers with the model.
+        # These strategies are set up before they load a checkpoint, and load their optimizers with the model.
         load_optimizers(checkpoint)
 
     def load_optimizers(checkpoint: Any) -> None:
@@ -265,15 +265,15 @@ def on_save(trainer: Trainer, patches: Patches, may_save: Callable[[str], bool])
 
 
 def dump_checkpoint(trainer: Trainer) -> dict[str, Any]:
-    """Lightning's checkpoint of everything a resume needs.
+    """Lightning's checkpoint of everything that a resume needs.
 
-    Without hyper-parameters: a resume restores into the live module and does not need them, and they hold whatever the
-    user passed, which a safe load cannot read. ``trainer.save_checkpoint`` would write a file and cannot leave them
+    Hyperparameters are left out: a resume restores into the live module and does not need them, and they may hold any
+    object of the user, which a safe load refuses. ``trainer.save_checkpoint`` would write a file and cannot leave them
     out.
     """
     patches = Patches()
     for callback in callbacks_named(trainer, "ModelPruning"):
-        # It multiplies the weights by their masks and leaves those out: the file is then for others.
+        # Otherwise it multiplies the weights by their masks and drops the masks, which a resume needs.
         patches.set(callback, "_make_pruning_permanent", False)
     try:
         checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
@@ -287,9 +287,10 @@ def dump_checkpoint(trainer: Trainer) -> dict[str, Any]:
 
 
 def _leave_out_functions_of_averaging(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
-    """In torch 2.8 the state of ``SWALR`` holds its function, which every new one has of itself.
+    """Drops the function from the state of ``SWALR``, which holds it in torch 2.8; every new ``SWALR`` has it anyway.
 
-    It can only be pickled, and what belongs to a function goes with it: all that ``StochasticWeightAveraging`` keeps.
+    A function can only be saved by pickle, and the pickle would include everything it belongs to: all that
+    ``StochasticWeightAveraging`` keeps.
     """
     states = list(checkpoint.get("lr_schedulers", ()))
     for callback in callbacks_named(trainer, "StochasticWeightAveraging"):

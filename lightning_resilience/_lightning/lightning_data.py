@@ -1,4 +1,4 @@
-"""Data loaders, their fetchers, and the position in the data."""
+"""Lightning's data loaders, their fetchers, and the position in the data."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ def on_train_data(
     first: Callable[[Callable[[], None]], None],
     again: Callable[[], None],
 ) -> None:
-    """Calls functions right before the iterators of the training data loaders are made.
+    """Calls functions right before the iterators of the training data loaders are created.
 
     Args:
         trainer: The Trainer.
         patches: Undone after the fit.
-        first: At the start of the fit, given the function that has the loaders restore their own states.
-        again: At the start of every later epoch. The hook ``on_train_epoch_start`` is too early: the user's own may
-            draw random numbers after it.
+        first: Called at the start of the fit, with the function by which the loaders restore their own states.
+        again: Called at the start of every later epoch. The hook ``on_train_epoch_start`` would be too early: the
+            user's hook of that name may draw random numbers after it.
     """
     fit_loop = trainer.fit_loop
     load_states = fit_loop._load_combined_loader_states
 
     def before_run() -> None:
-        # the condition under which Lightning makes new iterators in there
+        # The condition under which Lightning creates new iterators in on_run_start.
         if trainer.current_epoch > 0 and not fit_loop.is_resuming and not fit_loop.epoch_loop.restarting:
             again()
 
@@ -55,16 +55,16 @@ def combined_loader_class(trainer: Trainer) -> Any:
 
 
 def on_request(trainer: Trainer, patches: Patches, request: Callable[[int, Callable[[], Any]], Any]) -> None:
-    """Calls a function in place of the script's that makes loaders for the training, or for the validation.
+    """Calls ``request`` instead of the script's function that creates the loaders for the training or the validation.
 
-    What is made of the loaders of a ``CombinedLoader`` does not take their place in it. Lightning puts them there, with
-    samplers for as many ranks as there are: the next fit, or one that is entered again with other ranks, would take
-    them for the script's.
+    A ``CombinedLoader`` of the script is copied. Otherwise Lightning would put its own loaders, with samplers for the
+    present number of ranks, into the script's object. The next fit, or a fit that is entered again with other ranks,
+    would then take them for the script's loaders.
 
     Args:
         trainer: The Trainer.
         patches: Undone after the fit.
-        request: Given the place in :func:`reload_epochs`, and the script's function.
+        request: Called with the index in :func:`reload_epochs` and the script's function.
     """
     combined_loader = combined_loader_class(trainer)
 
@@ -82,12 +82,12 @@ def on_request(trainer: Trainer, patches: Patches, request: Callable[[int, Calla
 
 
 def forget(trainer: Trainer) -> None:
-    """Has the training data be set up again: a ``setup`` may have needed them before a checkpoint is loaded."""
+    """Makes Lightning set up the training data again: a ``setup`` hook may have used them before the load."""
     trainer.fit_loop._combined_loader = None
 
 
 def train_loaders(trainer: Trainer) -> list[Any]:
-    """The training data loaders as Lightning iterates them, its distributed samplers included."""
+    """The training data loaders as Lightning iterates them, with its distributed samplers."""
     loader = trainer.fit_loop._combined_loader
     return [] if loader is None else list(loader.flattened)
 
@@ -101,7 +101,7 @@ def validation_loaders(trainer: Trainer) -> list[Any]:
 def set_epoch_of_samplers(trainer: Trainer, epoch: int) -> None:
     """Sets the epoch of every sampler.
 
-    Lightning does it only after the iterators are made, too late for loaders with workers (its issue #21938).
+    Lightning does so only after it has created the iterators, too late for loaders with workers (its issue #21938).
     """
     for loader in train_loaders(trainer):
         batch_sampler = getattr(loader, "batch_sampler", None)
@@ -111,10 +111,10 @@ def set_epoch_of_samplers(trainer: Trainer, epoch: int) -> None:
 
 
 def loader_states(trainer: Trainer) -> list[dict[str, Any]] | None:
-    """This rank's states of the training data loaders, if every one of them is stateful and can restore its place.
+    """This rank's states of the training data loaders, if every loader is stateful and can restore its position.
 
-    Lightning saves the states of rank 0 only. Where the length is unknown Lightning holds one batch back, which the
-    loader's state counts as consumed: such a loader is replayed like one without a state.
+    Lightning saves the states of rank 0 only. If the length is unknown, Lightning holds one batch back, which the
+    loader's state counts as consumed: such a loader is replayed like a loader without state.
     """
     loader, fetcher = trainer.fit_loop._combined_loader, trainer.fit_loop._data_fetcher
     if loader is None or fetcher is None or fetcher.length is None:
@@ -125,19 +125,19 @@ def loader_states(trainer: Trainer) -> list[dict[str, Any]] | None:
 
 
 def load_loader_states(trainer: Trainer, states: list[dict[str, Any]]) -> None:
-    """Restores ``states`` into the training data loaders, before their iterators are made.
+    """Restores ``states`` into the training data loaders, before their iterators are created.
 
-    Lightning's own way drops them where ``trainer.estimated_stepping_batches`` made the loaders early (its #20550).
+    Lightning itself drops them if ``trainer.estimated_stepping_batches`` has created the loaders early (its #20550).
     """
     assert trainer.fit_loop._combined_loader is not None
     trainer.fit_loop._combined_loader._load_state_dicts(states)
 
 
 def fetches_ahead_here(trainer: Trainer) -> bool:
-    """Whether a training batch is fetched in this process one step before it is trained on.
+    """Whether this process fetches a training batch one step before it trains on it.
 
-    Lightning does so where a loader does not know its length. Without workers the fetch draws from the same random
-    streams as the training, so that the batch in flight depends on their state one boundary ago.
+    Lightning does so if a loader does not know its length. Without workers the fetch draws from the same random streams
+    as the training, so the batch in flight depends on the state of the streams one boundary ago.
     """
     fetcher = trainer.fit_loop._data_fetcher
     return (
@@ -148,33 +148,33 @@ def fetches_ahead_here(trainer: Trainer) -> bool:
 
 
 def batches_fetched(trainer: Trainer) -> int:
-    """How many batches a replay must fetch to stand where this rank stands in its training data."""
+    """How many batches a replay must fetch to reach this rank's position in its training data."""
     fetcher, progress = trainer.fit_loop._data_fetcher, trainer.fit_loop.epoch_loop.batch_progress
     by_iterator = type(fetcher).__name__ == "_DataLoaderIterDataFetcher"  # the user's step fetches as it likes
     return fetcher.fetched if by_iterator and fetcher is not None else progress.current.ready
 
 
 def batches_fetched_in_all(trainer: Trainer) -> int:
-    """How many batches of this epoch the Trainer's fetcher has given, those that were fetched again included."""
+    """How many batches of this epoch the Trainer's fetcher has returned, including batches that were fetched again."""
     fetcher = trainer.fit_loop._data_fetcher
     assert fetcher is not None
     return fetcher.fetched
 
 
 def iterator(trainer: Trainer) -> Any:
-    """The iterator over all training data loaders: another one in each epoch, which nobody else may keep alive."""
+    """The iterator over all training data loaders: a new one in each epoch, which no other code may keep alive."""
     combined = trainer.fit_loop._combined_loader
     assert combined is not None
     return combined._iterator
 
 
 def fetches_itself(module: LightningModule) -> bool:
-    """Whether ``training_step`` is given an iterator over the data, and not a batch."""
+    """Whether ``training_step`` takes an iterator over the data, and not a batch."""
     return "dataloader_iter" in inspect.signature(module.training_step).parameters
 
 
 def replay_fetch(trainer: Trainer) -> Callable[[], Any]:
-    """A function that fetches the next training batch without training on it."""
+    """Returns a function that fetches the next training batch without training on it."""
     fetcher = trainer.fit_loop._data_fetcher
     assert fetcher is not None
     if type(fetcher).__name__ == "_DataLoaderIterDataFetcher":
@@ -183,13 +183,13 @@ def replay_fetch(trainer: Trainer) -> Callable[[], Any]:
 
 
 def fast_forward(trainer: Trainer, batches: int) -> bool:
-    """Moves the only training data loader on by ``batches`` without reading all data before.
+    """Advances the only training data loader by ``batches`` without reading the data of these batches.
 
-    Both iterators, the combined one of Lightning and the one of torch, count what they have yielded.
+    Both Lightning's combined iterator and torch's iterator count the batches that they have yielded.
 
     Args:
         trainer: The Trainer.
-        batches: How many.
+        batches: How many batches to skip.
 
     Returns:
         Whether that is possible.
@@ -204,14 +204,14 @@ def fast_forward(trainer: Trainer, batches: int) -> bool:
 
 
 def skip(combined: Any, batches: int) -> bool:
-    """Moves a combined loader that has begun on; see :func:`fast_forward`. Returns whether that is possible."""
+    """Advances a combined loader whose iterator exists; see :func:`fast_forward`. Returns whether that is possible."""
     if len(combined.flattened) != 1:
         return False
     (loader,), outer = combined.flattened, combined._iterator
     inner: Any = outer.iterators[0]
     if not isinstance(inner, BegunLater) or not inner._num_yielded:
         if not data_position.can_skip(loader) or batches > len(loader):
-            return False  # to read again says what is wrong
+            return False  # reading the batches again reports what is wrong
         for _ in range(batches):
             inner._next_index()
         inner._num_yielded += batches
@@ -221,13 +221,13 @@ def skip(combined: Any, batches: int) -> bool:
 
 
 def makes_torchs_iterators(loader: Any) -> bool:
-    """Whether a ``DataLoader`` makes its iterators as torch does, in whose order batches come."""
+    """Whether a ``DataLoader`` creates its iterators as torch does and returns batches in order."""
     is_torchs = all(getattr(type(loader), name) is getattr(DataLoader, name) for name in ("__iter__", "_get_iterator"))
     return is_torchs and getattr(loader, "in_order", True)
 
 
 def make_next_iterator(loader: Any, make: Callable[[], Any] | None) -> None:
-    """Has the next iterator of torch's own loader be made by a function, once; ``None``: as always."""
+    """Makes a function create the next iterator of torch's own loader, once; ``None``: torch creates it as usual."""
     vars(loader).pop("_get_iterator", None)
     if make is not None:
         loader._get_iterator = functools.partial(_make_once, loader, make)
@@ -239,18 +239,18 @@ def _make_once(loader: Any, make: Callable[[], Any]) -> Any:
 
 
 class BegunLater(_MultiProcessingDataLoaderIter):
-    """torch's iterator of a loader with workers, from a batch on; none before it is read.
+    """torch's iterator of a loader with workers that begins at a later batch, without reading the batches before it.
 
-    Each batch that follows has the number and the worker that it would have.
+    Each following batch has the number and the worker that it would have without the skip.
 
     Args:
         loader: A ``DataLoader``.
-        batches: How many come before, at most all.
-        primed: Called when the sampler has given as many batches as it does before the first one is fetched: it may
+        batches: How many batches to skip, at most all of the epoch.
+        primed: Called when the sampler has yielded as many batches as it does before the first batch is fetched: it may
             draw random numbers for each.
-        unseed: Called when the seed of the workers is drawn, and nothing else yet.
-        epoch_begins: Called at the begin of each epoch, before a batch is asked for, with how many were in the one
-            before: of persistent workers, which have read them.
+        unseed: Called when the seed of the workers has been drawn, and nothing else yet.
+        epoch_begins: Called at the beginning of each epoch, before a batch is requested, with the number of batches of
+            the epoch before, which persistent workers have read; 0 for the first one.
     """
 
     def __init__(
@@ -287,7 +287,7 @@ class BegunLater(_MultiProcessingDataLoaderIter):
             self._asked = None
         if batches := self._left_out:
             self._left_out = 0
-            with suppress(StopIteration):  # its sampler has become shorter than it says
+            with suppress(StopIteration):  # the sampler yields less than its length says
                 for _ in range(batches):
                     self._next_index()
             for _ in range(batches % self._num_workers):
@@ -297,15 +297,15 @@ class BegunLater(_MultiProcessingDataLoaderIter):
 
 
 def set_seed_of_worker(seed: int) -> None:
-    """In a worker of a loader: what ``get_worker_info().seed`` gives from here on."""
-    object.__setattr__(get_worker_info(), "seed", seed)  # which it refuses itself
+    """Sets the value of ``get_worker_info().seed``; called in a worker of a loader."""
+    object.__setattr__(get_worker_info(), "seed", seed)  # the object itself refuses to be changed
 
 
 class SampleIds:
-    """Which samples the latest training batches are made of, where a sampler says so.
+    """Knows the samples of the latest training batches, if a sampler yields their indices.
 
-    The iterator of a data loader asks its sampler for the indices of each batch, ahead of the workers; here they are
-    written down as they pass. Batches that workers have been asked for before the first look are not known.
+    The iterator of a data loader takes the indices of each batch from its sampler, ahead of the workers; this class
+    records them. Batches requested from workers before the first call of :meth:`look` are not known.
     """
 
     _KEPT = 256
@@ -317,7 +317,7 @@ class SampleIds:
         self._ids: dict[int, Any] = {}
 
     def look(self) -> None:
-        """Watches the iterator of this epoch, from now on."""
+        """Begins to record the indices of this epoch's iterator."""
         combined: Any = self._trainer.fit_loop._combined_loader
         if combined is None or combined._iterator is None or combined._iterator is self._seen():
             return
@@ -327,7 +327,7 @@ class SampleIds:
         self._seen = weakref.ref(combined._iterator)
         if len(combined.flattened) != 1 or inner is self._iterator() or not hasattr(inner, "_next_index"):
             return
-        # Not kept alive by us, nor by itself: its end is that of its workers.
+        # Neither this object nor a reference cycle may keep the iterator alive: its workers end with it.
         ids: dict[int, Any] = {}
         self._iterator, self._ids, kept = weakref.ref(inner), ids, self._KEPT
 
@@ -351,23 +351,23 @@ class SampleIds:
 
 
 def reload_epochs(trainer: Trainer) -> list[float]:
-    """The epochs in which loaders were made last (``reload_dataloaders_every_n_epochs``): training, validation."""
+    """The epochs in which loaders were last created (``reload_dataloaders_every_n_epochs``): training, validation."""
     fit_loop = trainer.fit_loop
     return [fit_loop._last_train_dl_reload_epoch, fit_loop.epoch_loop.val_loop._last_val_dl_reload_epoch]
 
 
 def reloads_every(trainer: Trainer) -> int:
-    """After how many epochs loaders are made anew; 0: never."""
+    """After how many epochs loaders are created anew; 0: never."""
     return int(cast(Any, trainer).reload_dataloaders_every_n_epochs)
 
 
 def are_made_again(trainer: Trainer, epoch: float) -> bool:
-    """Whether loaders that were made in an epoch are made anew by now."""
+    """Whether loaders that were created in ``epoch`` are due to be created anew."""
     every_n_epochs = reloads_every(trainer)
     return bool(every_n_epochs) and trainer.current_epoch - epoch >= every_n_epochs
 
 
 def set_reload_epochs(trainer: Trainer, epochs: list[float]) -> None:
-    """Restores :func:`reload_epochs`, so that loaders are made anew in the same epochs as without the interruption."""
+    """Restores :func:`reload_epochs`, so that loaders are created in the same epochs as without the interruption."""
     fit_loop = trainer.fit_loop
     fit_loop._last_train_dl_reload_epoch, fit_loop.epoch_loop.val_loop._last_val_dl_reload_epoch = epochs

@@ -1,4 +1,4 @@
-"""What ends a fit, and what Lightning and its callbacks do at the end."""
+"""The limits that end a fit, and what Lightning and its callbacks do at the end."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ if TYPE_CHECKING:
 
 
 def _timers(trainer: Trainer) -> list[Any]:
-    """Lightning's own: a script's may be called so, too."""
+    """Lightning's ``Timer`` callbacks; a script may have a class of this name too."""
     return [each for each in callbacks_named(trainer, "Timer") if hasattr(each, "_duration")]
 
 
 def limits(trainer: Trainer) -> dict[str, float | None]:
-    """What may end the fit, by names that stay the same; ``None`` or a negative number is no limit."""
+    """The limits that may end the fit, by stable names; ``None`` or a negative number is no limit."""
     times = [timer._duration for timer in _timers(trainer) if timer._duration is not None]
     patiences = {f"patience of {each.state_key}": each.patience for each in callbacks_named(trainer, "EarlyStopping")}
     counts = {"max_epochs": trainer.max_epochs, "max_steps": trainer.max_steps}
@@ -26,7 +26,7 @@ def limits(trainer: Trainer) -> dict[str, float | None]:
 
 
 def last_step(trainer: Trainer) -> int | None:
-    """The ``global_step`` at which the fit ends, once its loaders are there; ``None`` if nothing says so."""
+    """The ``global_step`` at which the fit ends; ``None`` if unknown, or before its loaders have been created."""
     try:
         steps = trainer.estimated_stepping_batches if trainer.train_dataloader is not None else -1
     except Exception:  # accumulation that changes with the epoch, for example
@@ -35,7 +35,7 @@ def last_step(trainer: Trainer) -> int | None:
 
 
 def limit_reached(trainer: Trainer) -> str | None:
-    """Which of :func:`limits` has ended the fit; ``None`` if none is known to."""
+    """The one of :func:`limits` that has ended the fit; ``None`` if no limit is known to have ended it."""
     if trainer.max_steps not in (None, -1) and trainer.global_step >= trainer.max_steps:
         return "max_steps"
     if trainer.max_epochs not in (None, -1) and trainer.current_epoch >= trainer.max_epochs:
@@ -50,17 +50,17 @@ def limit_reached(trainer: Trainer) -> str | None:
 
 
 def changes_weights_at_the_end(trainer: Trainer) -> bool:
-    """Whether a callback of Lightning's changes the weights when the training has ended."""
+    """Whether a callback of Lightning changes the weights after the training has ended."""
     return bool(callbacks_named(trainer, "WeightAveraging", "StochasticWeightAveraging", "ModelPruning"))
 
 
 def can_be_ended_again(trainer: Trainer) -> bool:
-    """Whether a state from before ``on_train_end`` has all that these hooks need."""
+    """Whether a state from before ``on_train_end`` holds all that these hooks need to run again."""
     return not callbacks_named(trainer, "StochasticWeightAveraging")  # attributes of its last epoch are not saved
 
 
 def acts_at_the_end(trainer: Trainer) -> bool:
-    """Whether there is an ``on_train_end`` that may change what is saved of the fit."""
+    """Whether any ``on_train_end`` hook may change the saved state of the fit."""
     return any(map(_acts_at_the_end, (*callbacks(trainer), trainer.lightning_module, trainer.strategy)))
 
 
@@ -75,7 +75,7 @@ def _acts_at_the_end(owner: Any) -> bool:
 
 
 def timer_keys(trainer: Trainer) -> list[str]:
-    """The keys in ``callbacks`` of a checkpoint under which there is only how late it is."""
+    """The keys in ``callbacks`` of a checkpoint that hold only elapsed times."""
     return [timer.state_key for timer in _timers(trainer)]
 
 

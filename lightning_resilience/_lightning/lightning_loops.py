@@ -1,4 +1,4 @@
-"""The loops of a fit: where they are entered and left, and how a fit goes back."""
+"""Lightning's loops of a fit: calls functions where they begin and end, and resets them for a rollback."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 
 def spawns_processes(trainer: Trainer) -> bool:
-    """Whether the strategy runs each fit in processes of its own that end with it (``ddp_spawn``, ``ddp_fork``)."""
+    """Whether the strategy runs each fit in new processes that end with the fit (``ddp_spawn``, ``ddp_fork``)."""
     return is_named(trainer.strategy.launcher, "_MultiProcessingLauncher")
 
 
 def before_strategy_setup(trainer: Trainer, patches: Patches, action: Callable[[], None]) -> None:
     """Calls ``action`` before the strategy wraps, shards or converts the module.
 
-    ``configure_model`` has been called, and no hook is between the two.
+    ``configure_model`` has been called by then; Lightning calls no hook between the two.
     """
     patches.wrap(trainer.strategy, "setup", before=action)
 
@@ -40,8 +40,9 @@ def on_fit_loop(
 ) -> None:
     """Calls functions around every epoch, and before and after all ``on_train_end`` hooks.
 
-    ``end_of_epoch`` comes after the epoch's last batch and before any hook of its end. The module's own
-    ``on_train_end``, and those of callbacks after ours, may still change the weights.
+    ``end_of_epoch`` is called after the epoch's last batch and before any hook of the epoch's end. ``after`` is called
+    after all ``on_train_end`` hooks, because the hooks of the module and of later callbacks may still change the
+    weights.
     """
     patches.wrap(trainer.fit_loop, "on_advance_start", before=before_epoch)
     patches.wrap(trainer.fit_loop, "on_advance_end", before=end_of_epoch)
@@ -49,32 +50,33 @@ def on_fit_loop(
 
 
 def on_fit_run(trainer: Trainer, patches: Patches, run: Callable[[Callable[[], None]], None]) -> None:
-    """Calls ``run`` in place of the fit's outermost loop, with that loop, which it may call more than once."""
+    """Calls ``run(loop)`` instead of the fit's outermost loop; ``run`` may call ``loop`` more than once."""
     fit_loop = trainer.fit_loop
     loop = fit_loop.run
     patches.set(fit_loop, "run", lambda: run(loop))
 
 
 def continue_progress_bar(trainer: Trainer) -> None:
-    """Has the bar show epoch, position and total where a fit goes on in the middle of an epoch.
+    """Makes the progress bar show epoch, position and total if a fit continues in the middle of an epoch.
 
-    It has them from ``on_train_epoch_start``, which Lightning does not call there: "Training: 697/?".
+    The bar sets them in ``on_train_epoch_start``, which Lightning does not call then, so it would show
+    "Training: 697/?".
     """
     bar = trainer.progress_bar_callback
     if bar is not None and trainer.fit_loop.restarted_mid_epoch:
         bar.on_train_epoch_start(trainer, trainer.lightning_module)
-        if is_named(bar, "TQDMProgressBar"):  # whose rate would count all batches as made since now
+        if is_named(bar, "TQDMProgressBar"):  # otherwise its rate would count all batches as done from now on
             shown = cast(Any, bar).train_progress_bar
             shown.initial = shown.n = trainer.fit_loop.epoch_loop.batch_progress.current.ready
 
 
 def on_optimizers(trainer: Trainer, patches: Patches, action: Callable[[], None]) -> None:
-    """Calls ``action`` when the strategy has made optimizers and schedulers; a search may do so again."""
+    """Calls ``action`` after the strategy has created optimizers and schedulers; a search may create them again."""
     patches.wrap(trainer.strategy, "setup_optimizers", after=action)
 
 
 def rerun_end_of_fit(trainer: Trainer) -> None:
-    """Runs the fit's outermost loop where its training has ended: only what comes around it is left, which it skips."""
+    """Runs the beginning and the end of the fit's outermost loop, which skips both once its training has ended."""
     fit_loop = trainer.fit_loop
     fit_loop.setup_data()
     fit_loop.reset()
@@ -84,9 +86,9 @@ def rerun_end_of_fit(trainer: Trainer) -> None:
 
 
 def reset_loops(trainer: Trainer, module: LightningModule) -> None:
-    """Resets the loops of an interrupted fit to what a new process has before it restores a checkpoint.
+    """Resets the loops of an interrupted fit to their state in a new process before it restores a checkpoint.
 
-    The data loaders are made anew when the loop runs again, and their workers with them.
+    The data loaders and their workers are created anew when the loop runs again.
     """
     fit_loop = trainer.fit_loop
     epoch_loop, val_loop = fit_loop.epoch_loop, fit_loop.epoch_loop.val_loop
@@ -100,7 +102,7 @@ def reset_loops(trainer: Trainer, module: LightningModule) -> None:
     fit_loop._last_train_dl_reload_epoch = val_loop._last_val_dl_reload_epoch = float("-inf")
     epoch_loop._skip_next_val = False
     epoch_loop._results.clear()
-    val_loop._results.clear()  # of a validation that was cut off
+    val_loop._results.clear()  # the results of an interrupted validation
     connector = trainer._logger_connector
     for metrics in (connector._callback_metrics, connector._logged_metrics, connector._progress_bar_metrics):
         metrics.clear()
@@ -111,15 +113,15 @@ def reset_loops(trainer: Trainer, module: LightningModule) -> None:
     pruning.make_whole(module)
     module.zero_grad(set_to_none=True)
     trainer.should_stop = False
-    for callback in trainer.checkpoint_callbacks:  # which would leave out a step that it has saved already
+    for callback in trainer.checkpoint_callbacks:  # otherwise it would not save a step that it has saved before
         if hasattr(callback, "_last_global_step_saved"):
             callback._last_global_step_saved = 0
 
 
 def reset_progress(trainer: Trainer) -> None:
-    """Has an interrupted fit be at its first step: what is configured before a checkpoint is restored may ask where.
+    """Sets an interrupted fit to its first step, because setup before the restore may depend on the position.
 
-    Such as loaders, for which a new process asks those of the first epoch.
+    For example, a new process requests the loaders of the first epoch.
     """
     fit_loop = trainer.fit_loop
     epoch_loop: Any = fit_loop.epoch_loop
@@ -131,10 +133,10 @@ def reset_progress(trainer: Trainer) -> None:
 
 
 def optimizer_layout(trainer: Trainer) -> Any:
-    """Which optimizers and schedulers there are: a new process makes them, a checkpoint does not hold them.
+    """The layout of optimizers and schedulers, which a new process creates and a checkpoint does not hold.
 
-    Some callbacks change them during a fit (``StochasticWeightAveraging``, ``BaseFinetuning``), and ``ModelPruning``
-    changes the first values of the weights. Compared by ``==``.
+    Some callbacks change it during a fit (``StochasticWeightAveraging``, ``BaseFinetuning``), and ``ModelPruning``
+    changes the initial values of the weights. Compared by ``==``.
     """
     groups = [[len(group["params"]) for group in optimizer.param_groups] for optimizer in trainer.optimizers]
     return groups, [id(config.scheduler) for config in trainer.lr_scheduler_configs], _trained_tickets(trainer)
@@ -148,7 +150,7 @@ def after_exception_hooks(trainer: Trainer, patches: Patches, action: Callable[[
 def skip_batch(trainer: Trainer) -> None:
     """Fetches the next training batch and counts it as done, without training on it.
 
-    The caller does all that is due after a batch. The step counts of the fit do not change.
+    The caller does everything that is due after a batch. The step counts of the fit do not change.
     """
     loop, fetcher = trainer.fit_loop.epoch_loop, trainer.fit_loop._data_fetcher
     assert fetcher is not None
@@ -162,14 +164,14 @@ def skip_batch(trainer: Trainer) -> None:
     if loop._num_ready_batches_reached():
         loop.update_lr_schedulers("epoch", update_plateau_schedulers=False)
     if not loop._should_accumulate():
-        loop._batches_that_stepped -= 1  # what follows counts every batch as one that has stepped
+        loop._batches_that_stepped -= 1  # the code after this counts every batch as one that has stepped
 
 
 def on_training_boundary(trainer: Trainer, patches: Patches, boundary: Callable[[], bool]) -> None:
     """Calls ``boundary`` between training batches, when everything due after the last one has happened.
 
-    No hook is called there: ``on_train_batch_end`` comes before the validation and the scheduler steps of its batch.
-    ``boundary`` returns whether the next batch may be trained; if not, only what is due after the last one is done.
+    Lightning calls no hook there: ``on_train_batch_end`` comes before the validation and the scheduler steps of its
+    batch. ``boundary`` returns whether to train the next batch; if not, only the work due after the last batch is done.
     """
     loop = trainer.fit_loop.epoch_loop
     advance = loop.advance
@@ -195,11 +197,12 @@ def on_evaluation(
     Args:
         trainer: The Trainer.
         patches: Undone after the fit.
-        start: Before anything of the validation, its data-loader iterators included (they draw random numbers).
-        before_data: Given the data loaders, before their iterators are made.
-        boundary: Before every batch, with the data-loader index and the batch index.
-        end: After the last batch, before the reductions at the end. No hook is called there on all ranks alike.
-        left: After everything, also where there is no batch: Lightning returns before the end then.
+        start: Called before the validation does anything, also before it creates the data-loader iterators, which draw
+            random numbers.
+        before_data: Called with the data loaders, before their iterators are created.
+        boundary: Called before every batch, with the data-loader index and the batch index.
+        end: Called after the last batch, before the reductions at the end. Lightning calls no hook there on all ranks.
+        left: Called after the whole validation, also if it has no batch, when Lightning returns before its end.
     """
     loop = trainer.fit_loop.epoch_loop.val_loop
     step = loop._evaluation_step
@@ -217,10 +220,10 @@ def on_evaluation(
 def on_other_trainers(
     trainer: Trainer, patches: Patches, batch: Callable[[], None], signals_put_back: Callable[[], None]
 ) -> None:
-    """Calls functions when a Trainer inside of this fit begins a batch, and when any Trainer has restored signals.
+    """Calls functions when another Trainer inside this fit begins a batch, and when any Trainer has restored signals.
 
-    Such a Trainer has none of our callbacks where the user has made it, so its classes are what can be asked. At its
-    end it sets every signal to what Python knew of it, and Python does not know of handlers in C.
+    A Trainer that the user has created may lack this package's callbacks, so Lightning's classes are patched. At its
+    end a Trainer restores every signal handler that Python knows of, and Python does not know of handlers in C.
     """
     own = trainer.fit_loop.epoch_loop
 
@@ -239,9 +242,9 @@ def on_other_trainers(
 
 
 def train_eval_modes(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
-    """Train and eval modes and frozen parameters, which hooks at the start of an epoch may have set.
+    """The train and eval modes and frozen parameters, which hooks at the start of an epoch may have set.
 
-    Lightning does not call these hooks again in the middle of an epoch.
+    Lightning does not call these hooks again after a resume in the middle of an epoch.
     """
     return {
         "accumulate_grad_batches": trainer.accumulate_grad_batches,
@@ -257,7 +260,7 @@ def set_train_eval_modes(trainer: Trainer, module: LightningModule, state: dict[
         trainer.accumulate_grad_batches = state["accumulate_grad_batches"]
     frozen, evaluating = set(state["frozen"]), set(state["evaluating"])
     for name, parameter in module.named_parameters():
-        if parameter.requires_grad == (name in frozen):  # a lazy parameter takes no call that changes nothing
+        if parameter.requires_grad == (name in frozen):  # a lazy parameter refuses the call even without a change
             parameter.requires_grad_(name not in frozen)
     for name, each in module.named_modules():
         each.training = name not in evaluating
@@ -268,9 +271,10 @@ def set_train_eval_modes(trainer: Trainer, module: LightningModule, state: dict[
 
 
 def _lottery_tickets(trainer: Trainer) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """The first values that ``ModelPruning`` has kept of weights, and the weights.
+    """The initial values of weights that ``ModelPruning`` has kept, each with its weight.
 
-    Where both are on one device, the first time that it puts them back it makes them one tensor: they are trained.
+    If both are on one device, ``ModelPruning`` makes them one tensor when it first restores the initial values: then
+    training changes these too.
     """
     for callback in callbacks_named(trainer, "ModelPruning"):
         for layer in (callback._original_layers or {}).values():

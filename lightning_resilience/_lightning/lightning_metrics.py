@@ -1,4 +1,4 @@
-"""Logged values and metrics, which Lightning does not save."""
+"""Saves, restores and merges logged values and metrics in the middle of an epoch, which Lightning does not save."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ log = logging.getLogger(__name__)
 
 
 class LoggedValues:
-    """What training steps have logged, so that a batch whose step is skipped can be left out of a metric's mean.
+    """Keeps the values that training steps have logged, so that a metric's mean can leave out a skipped step's batch.
 
     A value that is not finite would stay in the metric until the end of the epoch, and ``EarlyStopping`` ends a fit for
-    it. Lightning replaces the state of a metric at every value, so the state before is kept by not letting go of it: no
-    copy, and nothing is read from the device. Metrics of torchmetrics are left as they are.
+    it. Lightning replaces the state of a metric at every value, so a reference keeps the state before: without a copy,
+    and without reading from the device. Metrics of torchmetrics are not changed.
     """
 
     STATE = ("value", "cumulated_batch_size", "_forward_cache")
@@ -52,9 +52,9 @@ class LoggedValues:
         return {name: vars(metric)[name] for name in self.STATE if name in vars(metric)}
 
     def leave_out(self, epoch: int, begin: int, end: int) -> None:
-        """What the batches from ``begin`` to before ``end`` have logged counts for nothing."""
+        """Removes the values that the batches from ``begin`` to before ``end`` have logged from the metrics."""
         entries, self._entries = self._entries, []
-        begun: set[int] = set()  # the metrics that go back to before the first of these batches
+        begun: set[int] = set()  # the metrics reset to their state before the first of these batches
         for entry in entries:
             of_epoch, number, metric, value, batch_size, before, latest = entry
             is_bad = of_epoch == epoch and begin < number <= end and not metric.has_reset
@@ -70,7 +70,7 @@ class LoggedValues:
 
     @staticmethod
     def _add(metric: Any, value: Any, batch_size: int, latest: Any) -> None:
-        """What ``_ResultMetric.update`` does, but for what ranks exchange in it."""
+        """Does what ``_ResultMetric.update`` does, without its exchange between ranks."""
         meta = metric.meta
         metric._forward_cache = latest
         if meta.on_step and not meta.on_epoch:
@@ -84,7 +84,7 @@ class LoggedValues:
             metric.value = metric.value + value
 
     def forget(self, epoch: int, end: int) -> None:
-        """Nothing up to this batch will be left out any more."""
+        """Drops the values of all batches up to ``end``, which will not be left out any more."""
         if self._entries:
             self._entries = [entry for entry in self._entries if entry[:2] > (epoch, end)]
 
@@ -106,8 +106,8 @@ _LOG_ARGUMENTS = (
 def metric_states(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
     """This rank's metrics in the middle of an epoch, which Lightning does not save.
 
-    The accumulated ``self.log(on_epoch=True)`` values, the states of ``torchmetrics`` attributes, and the last values
-    that schedulers and callbacks may monitor.
+    These are the accumulated ``self.log(on_epoch=True)`` values, the states of ``torchmetrics`` attributes, and the
+    latest values, which schedulers and callbacks may monitor.
     """
     results = {}
     for key, result in trainer.fit_loop.epoch_loop._results.items():
@@ -118,7 +118,7 @@ def metric_states(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
             "meta": {name: getattr(meta, name) for name in _LOG_ARGUMENTS},
             "reduce": meta.reduce_fx.__name__,
             "sync": {"should": meta.sync.should, "rank_zero_only": meta.sync.rank_zero_only},
-            # the state of a logged torchmetrics object is that of the module's attribute
+            # The state of a logged torchmetrics object is saved with the module's attribute.
             "value": result.value.clone() if result.is_tensor else None,
             "cumulated_batch_size": (
                 result.cumulated_batch_size.clone() if result.is_tensor and meta.is_mean_reduction else None
@@ -130,7 +130,7 @@ def metric_states(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
         name: {
             "state": {key: _clone(getattr(metric, key)) for key in metric._defaults},
             "updates": metric._update_count,
-            "seen": getattr(metric, "_num_vals_seen", None),  # where a running one stands in its window
+            "seen": getattr(metric, "_num_vals_seen", None),  # the position of a running metric in its window
         }
         for name, metric in named_metrics(trainer, module)
     }
@@ -139,14 +139,14 @@ def metric_states(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
         name: {key: _clone(value) for key, value in getattr(connector, name).items()}
         for name in ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics")
     }
-    # Without these the next ``self.log`` takes its batch for the first of the epoch and starts all means afresh.
+    # Without these the next ``self.log`` takes its batch for the first of the epoch, and restarts all means.
     loop = {"_first_loop_iter": connector._first_loop_iter, "_current_fx": connector._current_fx}
     return {"results": results, "modules": modules, "latest": latest, "loop": loop}
 
 
 @contextmanager
 def nothing_logged(trainer: Trainer, module: LightningModule) -> Iterator[None]:
-    """What is logged, and what metrics see, counts for nothing."""
+    """Discards what the block logs, and what metrics see in it."""
     results: Any = trainer.fit_loop.epoch_loop._results
     names = (*LoggedValues.STATE, "_computed", "_update_count", "has_reset")
     logged = {key: {name: vars(each)[name] for name in names if name in vars(each)} for key, each in results.items()}
@@ -158,7 +158,7 @@ def nothing_logged(trainer: Trainer, module: LightningModule) -> Iterator[None]:
         )
         for _, each in named_metrics(trainer, module)
     ]
-    own_update = vars(results).pop("update_metrics", None)  # of LoggedValues
+    own_update = vars(results).pop("update_metrics", None)  # the patch of LoggedValues
     try:
         yield
     finally:
@@ -174,19 +174,19 @@ def nothing_logged(trainer: Trainer, module: LightningModule) -> Iterator[None]:
 
 
 NOTHING_LOGGED: dict[str, Any] = {"results": {}, "modules": {}, "latest": {}, "loop": {}}
-"""What :func:`metric_states` gives where there are no metrics."""
+"""The result of :func:`metric_states` without metrics."""
 
 
 def counts_for_nothing(trainer: Trainer, module: LightningModule, states: dict[str, Any]) -> dict[str, Any]:
-    """The metrics of a rank that has logged what another one has, but with no weight.
+    """Metric states with the same metrics as another rank's, but without weight.
 
-    What is reduced over ranks at the end of an epoch is reduced by all, in the same order: whoever comes in its midst
-    must know all of it.
+    At the end of an epoch all ranks reduce the same metrics in the same order: a rank that joins in the middle of an
+    epoch must have all of these metrics.
 
     Args:
         trainer: The Trainer.
         module: Its module.
-        states: Of :func:`metric_states`.
+        states: The other rank's result of :func:`metric_states`.
     """
     modules = {
         name: {**states["modules"][name], "state": {key: _clone(value) for key, value in metric._defaults.items()}}
@@ -198,7 +198,7 @@ def counts_for_nothing(trainer: Trainer, module: LightningModule, states: dict[s
 
 
 def _emptied(result: dict[str, Any]) -> dict[str, Any]:
-    """Without the weight that it has in a mean or a sum; the largest and the smallest are the same for all."""
+    """A result without its weight in a mean or a sum. In a maximum or minimum it can stay: it changes nothing there."""
     value, batch = result["value"], result["cumulated_batch_size"]
     if value is None or not result["meta"]["on_epoch"] or result["reduce"] not in ("mean", "sum"):
         return result
@@ -207,12 +207,12 @@ def _emptied(result: dict[str, Any]) -> dict[str, Any]:
 
 
 def merged_metric_states(trainer: Trainer, module: LightningModule, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The metrics of a rank that has seen what each of several ranks has seen.
+    """The metric states of a rank that has seen everything that several ranks have seen.
 
     Args:
         trainer: The Trainer.
         module: Its module.
-        states: Of :func:`metric_states`; what was logged last is that of the first.
+        states: The ranks' results of :func:`metric_states`; the latest values come from the first rank.
     """
     results, modules = dict(states[0]["results"]), dict(states[0]["modules"])
     for state in states[1:]:
@@ -225,9 +225,10 @@ def merged_metric_states(trainer: Trainer, module: LightningModule, states: Sequ
 
 
 def average_counts_exactly(trainer: Trainer, patches: Patches) -> None:
-    """Has the mean of whole numbers over ranks keep its fraction: ranks that train for others have seen more samples.
+    """Makes the mean of whole numbers over ranks keep its fraction.
 
-    Lightning divides a mean by that of how many samples it is of.
+    Lightning divides a mean value by the mean number of samples, and a rank that also trains for other ranks has seen
+    more samples.
     """
     reduce = trainer.strategy.reduce
 
@@ -239,7 +240,7 @@ def average_counts_exactly(trainer: Trainer, patches: Patches) -> None:
 
 
 def _merged_result(mine: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    """Of two values of ``self.log``; one that is not accumulated is that of the first."""
+    """Merges two values of ``self.log``; of values that are not accumulated, the first rank's value counts."""
     if mine["value"] is None or not mine["meta"]["on_epoch"] or mine["has_reset"] or other["has_reset"]:
         return other if mine["has_reset"] else mine
     both = torch.stack([mine["value"], other["value"]])
@@ -252,7 +253,7 @@ def _merged_result(mine: dict[str, Any], other: dict[str, Any]) -> dict[str, Any
 
 
 def _merged_metric(metric: Metric, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Of states of a metric, as torchmetrics reduces them over ranks."""
+    """Merges states of a metric as torchmetrics reduces them over ranks."""
     merged, left_out = {}, []
     for key, mine in states[0]["state"].items():
         values = [each["state"][key] for each in states]
@@ -271,7 +272,7 @@ def _merged_metric(metric: Metric, states: Sequence[dict[str, Any]]) -> dict[str
 
 
 def named_metrics(trainer: Trainer, module: LightningModule) -> Iterator[tuple[str, Metric]]:
-    """The metrics of the module and those that callbacks keep, by names that a new process finds again."""
+    """The metrics of the module and of callbacks, by names that are the same in a new process."""
     yield from ((name, each) for name, each in module.named_modules() if isinstance(each, Metric))
     for callback in callbacks(trainer):
         for attribute, value in vars(callback).items():
@@ -316,15 +317,16 @@ def set_metric_states(trainer: Trainer, module: LightningModule, states: dict[st
 
 
 def take_over_sync(trainer: Trainer, patches: Patches, are_inherited: bool) -> None:
-    """Has restored values take over whether they are reduced, where that is not known.
+    """Makes restored values take over ``sync_dist`` from the script's next log call.
 
-    A single rank logs all of them with ``sync_dist=False``, whatever the script says, and Lightning refuses a value
+    A single rank logs all values with ``sync_dist=False``, whatever the script passes, and Lightning refuses a value
     that is logged with other arguments than before.
 
     Args:
         trainer: The Trainer.
-        patches: What undoes it.
-        are_inherited: Whether the values are those of another rank: they count for nothing once they are reduced.
+        patches: Undone after the fit.
+        are_inherited: Whether the values come from another rank: a value then loses its weight when its ``sync_dist``
+            changes.
     """
     results: Any = trainer.fit_loop.epoch_loop._results
     log, inherited = results.log, set(results) if are_inherited else set()
@@ -348,7 +350,7 @@ def take_over_sync(trainer: Trainer, patches: Patches, are_inherited: bool) -> N
 
 
 def set_latest_metrics(trainer: Trainer, states: dict[str, Any]) -> None:
-    """Restores the part of :func:`metric_states` that ``trainer.callback_metrics`` and its like show."""
+    """Restores the part of :func:`metric_states` that ``trainer.callback_metrics`` and similar attributes show."""
     for name, values in states["latest"].items():
         latest = getattr(trainer._logger_connector, name)
         latest.update({key: _to(value, trainer.strategy.root_device) for key, value in values.items()})

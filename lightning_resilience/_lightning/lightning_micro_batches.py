@@ -1,4 +1,4 @@
-"""The training data of a run with another number of processes, and training steps of several ranks in one of them."""
+"""Divides training data among another number of processes, and runs the batches of several ranks in one process."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ if TYPE_CHECKING:
 
 
 def why_not(trainer: Trainer, loader: Any, before: int = 0) -> str | None:
-    """Why the data of a loader cannot be divided among more ranks than there are processes; ``None`` if they can.
+    """The reason why a loader's data cannot be divided among more ranks than processes; ``None`` if they can.
 
     Args:
         trainer: The Trainer.
-        loader: The script's, or what the Trainer has made of it.
-        before: How many ranks there were when the script may have made it.
+        loader: The script's loader, or the loader that the Trainer has created from it.
+        before: The number of ranks for which the script may have created it.
     """
     if not isinstance(loader, DataLoader):
         return f"{type(loader).__name__} is not a torch DataLoader"
@@ -49,7 +49,7 @@ def why_not(trainer: Trainer, loader: Any, before: int = 0) -> str | None:
     if hasattr(loader, "load_state_dict"):
         return f"{type(loader).__name__} keeps its own position"
     if sized_len(loader) is None:
-        return "the number of batches is unknown"  # Lightning fetches one ahead, then
+        return "the number of batches is unknown"  # then Lightning fetches one batch ahead
     if isinstance(loader.sampler, DistributedSampler):
         counts = {trainer.world_size, _parts(trainer, None), max(before, trainer.world_size)}
         if _wrapped(loader.sampler) is not None:
@@ -62,7 +62,7 @@ def why_not(trainer: Trainer, loader: Any, before: int = 0) -> str | None:
 
 
 def _parts(trainer: Trainer, sampler: Any) -> int:
-    """Into how many parts the samples are divided: those that Lightning takes for parallel to tensors read the same."""
+    """Into how many parts the samples are divided: with tensor parallelism several ranks read the same part."""
     if isinstance(sampler, DistributedSampler):
         return sampler.num_replicas
     about = trainer.distributed_sampler_kwargs if trainer.world_size > 1 else None
@@ -70,10 +70,10 @@ def _parts(trainer: Trainer, sampler: Any) -> int:
 
 
 Order = list[Any]
-"""In which order a loader has its samples: what a sampler is, and what its order follows from.
+"""The order of a loader's samples: the class of its sampler, and the settings that determine the order.
 
-``["DistributedSampler", shuffle, seed, drop_last]``; ``["RandomSampler"]`` and ``["SequentialSampler"]``, of a single
-rank; else names of classes, whose orders are taken for the same.
+``["DistributedSampler", shuffle, seed, drop_last]``; ``["RandomSampler"]`` or ``["SequentialSampler"]`` for a single
+rank; otherwise names of classes, and equal names count as the same order.
 """
 
 _OF_ONE = (RandomSampler, SequentialSampler)
@@ -91,7 +91,7 @@ def order_of(sampler: Any) -> Order:
 
 
 def orders(trainer: Trainer) -> list[Order | None]:
-    """Those of the training data; ``None``: each of several ranks has one of its own, which no other can take over."""
+    """The orders of the training loaders; ``None``: each of several ranks has its own, which no other can take over."""
     combined = trainer.fit_loop._combined_loader
     loaders: list[Any] = [] if combined is None else combined.flattened
     samplers = [_sampler(each) if isinstance(each, DataLoader) else each for each in loaders]
@@ -101,12 +101,12 @@ def orders(trainer: Trainer) -> list[Order | None]:
 
 
 def is_of_one(order: Order | None) -> bool:
-    """Whether it is that of a single rank, which others can take over."""
+    """Whether an order is a single rank's order, which several ranks can take over."""
     return order in [[each.__name__] for each in _OF_ONE]
 
 
 def _wrapped(sampler: Any) -> Any:
-    """What Lightning has wrapped, to divide it."""
+    """The script's sampler that Lightning has wrapped to divide it among ranks."""
     return getattr(getattr(sampler, "dataset", None), "_sampler", None)
 
 
@@ -121,14 +121,15 @@ class Division:
     """How the training data of a run are divided among other ranks than before, or in smaller batches.
 
     Attributes:
-        ranks: Whose data this process reads; the Trainer's own loops get those of the first.
-        among: How many ranks the data are divided among.
-        before: How many ranks the checkpoint knows.
-        share: How much of the script's batch is a batch of a rank.
-        sizes: How large the batches of the loaders were in the script; ``None`` if that is not known.
-        kept: How large they would be if the script divided a batch of all processes itself, so that it stays as large.
-        orders: In which order the loaders have had their epochs; ``None`` if that is not known.
-        epoch: The epoch in progress; ``None`` if one begins.
+        ranks: The ranks whose data this process reads; the Trainer's own loops get the data of the first of them.
+        among: Among how many ranks the data are divided.
+        before: The number of ranks in the checkpoint.
+        share: Which part of the script's batch is a rank's batch.
+        sizes: The batch sizes of the script's loaders in the checkpoint; ``None`` if unknown.
+        kept: The batch sizes if the script itself divides a batch of all processes, which keeps its size; ``None`` if
+            unknown.
+        orders: The orders of the loaders in their epochs; ``None`` if unknown.
+        epoch: The epoch in progress; ``None`` if an epoch begins.
     """
 
     ranks: Sequence[int]
@@ -142,18 +143,18 @@ class Division:
 
 
 class TrainingData:
-    """The training data of a process, divided among other ranks than there are processes, or in smaller batches.
+    """The training data of a process, divided among a number of ranks other than the processes, or in smaller batches.
 
     Args:
         trainer: The Trainer, before its data are set up.
-        patches: What undoes it.
-        division: How.
+        patches: Undone after the fit.
+        division: How to divide the data.
 
     Attributes:
-        refused: Why they are not; ``None`` if they are, or have not been set up yet.
-        share: How much of the script's batch is a batch of a rank.
-        is_by_script: Whether the script divides a batch of all processes itself.
-        resized: How large batches stay that the script has made of another size; empty: there are none.
+        refused: The reason why the data are not divided; ``None`` if they are, or have not been set up yet.
+        share: Which part of the script's batch is a rank's batch.
+        is_by_script: Whether the script itself divides a batch of all processes.
+        resized: A clause about batches that keep their size although the script now makes another one; empty if none.
     """
 
     def __init__(self, trainer: Trainer, patches: Patches, division: Division) -> None:
@@ -187,11 +188,11 @@ class TrainingData:
         patches.set(connector, "_prepare_dataloader", prepared)
 
     def decide(self, found: Any) -> None:
-        """Whether and how the loaders are divided that the script has made, all of them alike."""
+        """Decides whether and how to divide the loaders that the script has created, for all of them alike."""
         combined_loader = lightning_data.combined_loader_class(self._trainer)
         loaders = (found if isinstance(found, combined_loader) else combined_loader(found)).flattened
         known, count = self._division.orders, len(loaders)
-        is_in_progress = self._division.epoch is not None and not self._others  # else they are made anew
+        is_in_progress = self._division.epoch is not None and not self._others  # otherwise loaders are created anew
         orders: list[Order | None] = [*known] if known is not None and len(known) == count else [None] * count
         if not is_in_progress:
             orders = [None if is_of_one(each) else each for each in orders]
@@ -220,7 +221,7 @@ class TrainingData:
         return [*before] if len(before) == len(sizes) else [None] * len(sizes)
 
     def _sizes_of(self, loaders: Sequence[Any]) -> list[int | None]:
-        """How large the batches of the script would be with as many ranks as there were."""
+        """The batch sizes of the script with the earlier number of ranks."""
         sizes, division, world = data_position.batch_sizes(loaders), self._division, self._trainer.world_size
         kept = division.kept if len(division.kept) == len(sizes) else [None] * len(sizes)
         before = self._before(sizes)
@@ -228,7 +229,7 @@ class TrainingData:
             self._is_known = True
             known = [each for each in zip(sizes, kept, before, strict=True) if None not in each]
             are_kept = all(size == its for size, its, _ in known) and any(size != was for size, _, was in known)
-            # A single rank's order would be another one than that of several.
+            # A single rank's order would differ from the order of several ranks.
             self.is_by_script = are_kept and (world > 1 or self._among == 1)
             if self.is_by_script:
                 self._ranks, self._among, self.share = self._ranks[:1], world, Fraction(1)
@@ -236,7 +237,7 @@ class TrainingData:
             return sizes
         found = []
         for loader, size, its, was in zip(loaders, sizes, kept, before, strict=True):
-            # A batch of all processes that cannot be divided is rounded down by such a script.
+            # Such a script rounds down if it cannot divide a batch of all processes.
             is_rounded = size and its and was and int(its) <= size <= int(its + Fraction(division.before - 1, world))
             if is_rounded and was is not None and was.denominator == 1 and size != was and _has_plain_batches(loader):
                 self.resized = f"of {was} samples, although the script now makes batches of {size}"
@@ -245,7 +246,7 @@ class TrainingData:
         return found
 
     def _why_not_of_size(self, loader: DataLoader[Any], size: int | None, was: Fraction | None) -> str | None:
-        are_made_again = lightning_data.reloads_every(self._trainer) > 0  # perhaps of another size in each epoch
+        are_made_again = lightning_data.reloads_every(self._trainer) > 0  # perhaps with another size in each epoch
         is_plain, is_as_before = _has_plain_batches(loader), self.is_by_script or was in (None, size)
         if not is_plain and (self.share != 1 or not is_as_before):
             return f"a {type(loader.batch_sampler).__name__} makes the batches"
@@ -263,7 +264,7 @@ class TrainingData:
         return None
 
     def _alike(self, loader: DataLoader[Any]) -> int:
-        """How many ranks in a row have the same samples."""
+        """How many consecutive ranks have the same samples."""
         return max(1, int(self._trainer.world_size) // _parts(self._trainer, loader.sampler))
 
     def _why_not_in_order(self, loader: DataLoader[Any], order: Order | None) -> str | None:
@@ -281,7 +282,7 @@ class TrainingData:
         among, rank = self._among // alike, rank // alike
         if isinstance(theirs, DistributedSampler):
             about: Any = (theirs.shuffle, theirs.seed, theirs.drop_last)
-        else:  # perhaps another number of ranks had the script's
+        else:  # with another number of ranks the script may have used its own DistributedSampler
             about = order[1:] if order is not None and order[0] == "DistributedSampler" else None
         if about is not None and isinstance(theirs, (DistributedSampler, *_OF_ONE)):
             dataset: Any = theirs.dataset if isinstance(theirs, DistributedSampler) else loader.dataset
@@ -307,7 +308,7 @@ class TrainingData:
         connector: Any = sys.modules[type(self._trainer._data_connector).__module__]
         sampler = self._sampler_of(rank, loader, order, shuffle, mode)
         if isinstance(loader.sampler, DistributedSampler) and type(loader.batch_sampler) is BatchSampler:
-            # Lightning makes no such loader anew, and of a class of the script's it perhaps could not.
+            # Lightning does not re-create such a loader, and perhaps could not for a loader class of the script.
             made: Any = copy.copy(loader)
             batches = BatchSampler(sampler, loader.batch_sampler.batch_size, loader.batch_sampler.drop_last)
             vars(made).update(sampler=sampler, batch_sampler=batches, _iterator=None)
@@ -319,7 +320,7 @@ class TrainingData:
         return made
 
     def of_others(self) -> list[Any]:
-        """For each of the other ranks a loader of what the Trainer's has: not begun, at the same epoch."""
+        """For each of the other ranks a combined loader like the Trainer's, not begun and set to the same epoch."""
         combined: Any = self._trainer.fit_loop._combined_loader
         found = []
         for number in range(len(self._ranks) - 1):
@@ -340,9 +341,9 @@ def _has_plain_batches(loader: Any) -> bool:
 
 
 class _BegunByOne(DistributedSampler[Any]):
-    """A sampler whose epoch was begun by a single rank: the rest is in the order in which that would have gone on.
+    """A sampler for an epoch that a single rank has begun: it continues the epoch in that rank's order.
 
-    That order follows from the random state, which all ranks have of that one.
+    The order follows from the random state of the single rank, which all ranks have.
     """
 
     def __init__(self, sampler: DistributedSampler[Any], of_one: Any, epoch: int) -> None:
@@ -366,7 +367,7 @@ class _BegunByOne(DistributedSampler[Any]):
 
 
 def _of_one(loader: DataLoader[Any], order: Order | None) -> Any:
-    """A single rank's sampler of that order, which the script may have for a single rank only."""
+    """A single rank's sampler of the given order, created anew if the script's loader has another one now."""
     assert order is not None
     if type(loader.sampler).__name__ == order[0]:
         return loader.sampler
@@ -375,21 +376,21 @@ def _of_one(loader: DataLoader[Any], order: Order | None) -> Any:
 
 
 def _steps(samples: int, ranks: int, batch: Fraction, drops_batch: bool, drops_samples: bool) -> tuple[int, int]:
-    """How many batches a rank has in an epoch, and how many samples all leave out."""
+    """How many batches a rank has in an epoch, and how many samples all ranks together leave out."""
     left_out = samples % ranks if drops_samples else 0
     own = -(-(samples - left_out) // ranks)
     return int(own // batch if drops_batch else -(-own // batch)), left_out
 
 
 def _sampler(loader: Any) -> Any:
-    """The one that divides the data: a loader with a batch sampler of its own has it in there."""
+    """The sampler that divides the data; in a loader with its own batch sampler it is inside of that."""
     if isinstance(loader.sampler, DistributedSampler):
         return loader.sampler
     return getattr(loader.batch_sampler, "sampler", loader.sampler)
 
 
 def _copied(batch: Any) -> Any:
-    """A batch whose objects are others, as far as they can be copied."""
+    """A deep copy of a batch, or at least with copied tensors."""
     try:
         return copy.deepcopy(batch)
     except Exception:  # a tensor that was calculated, a lock
@@ -398,7 +399,7 @@ def _copied(batch: Any) -> Any:
 
 @contextmanager
 def _reduced_in_groups(module: torch.nn.Module) -> Iterator[None]:
-    """Has FSDP2 keep gradients in shards as always, and not add up those of the groups that have the same shards."""
+    """Makes FSDP2 reduce gradients within a group's shards only, and not over the groups that hold the same shards."""
     layers: list[Any] = [each for each in module.modules() if hasattr(each, "set_requires_all_reduce")]
     for each in layers:
         each.set_requires_all_reduce(False, recurse=False)
@@ -410,10 +411,10 @@ def _reduced_in_groups(module: torch.nn.Module) -> Iterator[None]:
 
 
 MicroBatch = tuple[Any, Callable[[], AbstractContextManager[Any]]]
-"""A batch on the host, and what makes the context that is in force for its forward and backward pass.
+"""A batch on the host, and a function that creates the context for its forward and backward pass.
 
-Without a batch, that of this rank is taken once more and its gradient counts for nothing: training steps may contain
-collectives, so all processes make as many of them.
+With ``None`` as batch, this rank's own batch is used once more and its gradient gets weight 0: training steps may
+contain collectives, so all processes must make the same number of steps.
 """
 
 
@@ -425,18 +426,18 @@ def add_micro_batches(
     own: Callable[[], None],
     share: float,
 ) -> None:
-    """Has each training batch be followed, in the same optimizer step, by those of others.
+    """Adds the batches of other ranks to each training batch, in the same optimizer step.
 
     Gradients are reduced once, with the batch of this rank, which comes last.
 
     Args:
         trainer: A Trainer whose module uses automatic optimization.
-        patches: What undoes it.
-        others: Gives the batches of the others; as many in all processes.
+        patches: Undone after the fit.
+        others: Returns the batches of the other ranks; the same number in all processes.
         begin: Called before the first pass of a batch, with whether an accumulation window begins; an optimizer such as
-            LBFGS makes all of them several times.
+            LBFGS makes all passes several times.
         own: Called before the forward pass of this rank's batch.
-        share: What the losses are multiplied by, so that the mean over processes is that over ranks.
+        share: The factor for the losses, so that the mean over processes is the mean over ranks.
     """
     optimization: Any = trainer.fit_loop.epoch_loop.automatic_optimization
     make, connector = optimization._make_closure, trainer._logger_connector
@@ -458,7 +459,7 @@ def add_micro_batches(
         return result
 
     def weighed(batch: Any) -> None:
-        """What is logged weighs as much as ``batch`` has samples."""
+        """Makes logged values weigh as much as ``batch`` has samples."""
         results: Any = trainer.fit_loop.epoch_loop._results
         results.batch, results.batch_size = batch, None
 
@@ -470,21 +471,21 @@ def add_micro_batches(
         def all_steps() -> Any:
             if zero_grad is not None:
                 optimization._optimizer_zero_grad(batch_idx, optimizer)
-            begin(batch_idx % trainer.accumulate_grad_batches == 0)  # also where nothing is passed back (SWA)
+            begin(batch_idx % trainer.accumulate_grad_batches == 0)  # also without a backward pass (SWA)
             for batch, context in batches:
                 with context(), unreduced():
-                    # A step may change its batch, and that of this rank is yet to come.
+                    # Copied because a step may change its batch, and this rank's own step is still to come.
                     taken = _copied(kwargs["batch"]) if batch is None else on_device(batch)
                     weighed(taken)
                     given = OrderedDict(kwargs, batch=taken)
                     result = scaled(optimization._training_step(given), 0.0 if batch is None else share)
                     if backward is not None and result.closure_loss is not None:
                         backward(result.closure_loss)
-                connector._first_loop_iter = False  # or what an epoch's first batch logs would be reset by each pass
+                connector._first_loop_iter = False  # otherwise each pass would reset the epoch's first logged values
             weighed(kwargs["batch"])
             own()
             result = step()
-            if zero_grad is not None:  # its hook comes between the forward and the backward pass, as it always does
+            if zero_grad is not None:  # its hook comes between the forward and the backward pass, as usual
                 optimization._on_before_zero_grad(optimizer)
             return scaled(result, share)
 

@@ -1,4 +1,4 @@
-"""Attributes that are changed on objects of Lightning for the time of a fit."""
+"""Patches attributes of Lightning's objects for the time of a fit."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 
 
 class _Patch(functools.partial[Any]):
-    """A function in the place of a method, which a copy of its owner (a pickled, deep-copied Trainer) has back.
+    """A function that replaces a method; a copy of the owner (a pickled or deep-copied Trainer) has the method again.
 
-    A partial function, since one without arguments costs a healthy step no call of its own.
+    It is a partial function, because a partial without arguments costs a healthy step no extra call.
     """
 
     owner: Any
@@ -23,16 +23,16 @@ class _Patch(functools.partial[Any]):
 
 
 class Patches:
-    """Attributes set on instances for the time of a fit, and taken off again: nothing of ours outlives it."""
+    """Sets attributes on instances for the time of a fit, and removes them again: no patch outlives the fit."""
 
     def __init__(self) -> None:
         self._undo: list[tuple[Any, str, bool, Any]] = []
 
     def set(self, owner: Any, name: str, value: Any) -> None:
         """Sets ``owner.name``, which must exist, to ``value`` until :meth:`undo`."""
-        getattr(owner, name)  # a name that has gone away fails here, at setup, and not by being ignored
+        getattr(owner, name)  # fails here, at setup, if the name no longer exists; otherwise it would go unnoticed
         self._undo.append((owner, name, name in vars(owner), vars(owner).get(name)))
-        # What is made in here cannot be pickled, and a Trainer can. That of a class has to be one, to be bound.
+        # A local function cannot be pickled, but a Trainer must be. On a class it must stay a function, to be bound.
         is_method = isinstance(value, (FunctionType, MethodType)) and not isinstance(owner, type)
         if is_method:
             value = _Patch(value)
@@ -66,5 +66,5 @@ class Patches:
             if was_set:
                 setattr(owner, name, value)
             else:
-                with suppress(AttributeError):  # the script has removed it
+                with suppress(AttributeError):  # the script may have removed it
                     delattr(owner, name)

@@ -1,4 +1,4 @@
-"""Progress counters of the loops, read and set."""
+"""Reads and sets the progress counters of Lightning's loops."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _MOST_WAITED = 50
-"""Behind how many batches saves wait for a step, at most: windows of several optimizers may never end together."""
+"""How many batches saves wait at most for a step: the windows of several optimizers may never end together."""
 
 
 def steps_counted(trainer: Trainer) -> int:
@@ -40,14 +40,14 @@ def batches_begun(trainer: Trainer) -> int:
 
 
 def logged_step(trainer: Trainer) -> int:
-    """The step at which Lightning logs what belongs to now."""
+    """The step at which Lightning would log a value now."""
     return trainer.fit_loop.epoch_loop._batches_that_stepped
 
 
 def accumulates(trainer: Trainer) -> bool:
-    """Whether an optimizer's step is for more than one batch, now or in an epoch to come.
+    """Whether an optimizer's step is made for more than one batch, now or in a later epoch.
 
-    A ``GradientAccumulationScheduler`` sets the Trainer's number when its epoch begins.
+    A ``GradientAccumulationScheduler`` changes the Trainer's number of batches when an epoch begins.
     """
     schedules = (getattr(each, "going_to_accumulate_grad_batches", None) for each in callbacks(trainer))
     return trainer.accumulate_grad_batches != 1 or any(schedule() for schedule in schedules if schedule is not None)
@@ -56,8 +56,8 @@ def accumulates(trainer: Trainer) -> bool:
 def accumulation_window_complete(trainer: Trainer) -> bool:
     """Whether no gradients wait for the rest of their accumulation window.
 
-    In its last epoch, which only reads data for BatchNorm, ``StochasticWeightAveraging`` leaves those of the step
-    before, and Lightning makes a step of them at the end.
+    In its last epoch, which only reads data for BatchNorm, ``StochasticWeightAveraging`` leaves the gradients of the
+    step before, and Lightning makes a step with them at the end.
     """
     if trainer.accumulate_grad_batches == 1:
         return True
@@ -65,12 +65,12 @@ def accumulation_window_complete(trainer: Trainer) -> bool:
 
 
 class _Gradient(NamedTuple):
-    """One of those of an optimizer, as it was.
+    """The identity and version of one gradient of an optimizer.
 
     Attributes:
-        parameter: Whose.
-        ref: To the tensor.
-        version: How often torch had counted writes to it.
+        parameter: The parameter of the gradient.
+        ref: A reference to the gradient tensor.
+        version: How many writes to the tensor torch had counted.
     """
 
     parameter: torch.Tensor
@@ -79,22 +79,22 @@ class _Gradient(NamedTuple):
 
     @staticmethod
     def of(optimizer: Optimizer) -> _Gradient | None:
-        """The first that there is."""
+        """The first gradient of an optimizer; ``None`` if it has none."""
         parameters = (each for group in optimizer.param_groups for each in group["params"])
         found = next(((each, each.grad) for each in parameters if each.grad is not None), None)
         return None if found is None else _Gradient(found[0], weakref.ref(found[1]), found[1]._version)
 
     @property
     def is_there(self) -> bool:
-        """Whether it is the same tensor still: :meth:`~torch.optim.Optimizer.zero_grad` drops it."""
+        """Whether the parameter still has the same tensor: :meth:`~torch.optim.Optimizer.zero_grad` drops it."""
         return self.parameter.grad is not None and self.parameter.grad is self.ref()
 
 
 class BehindStep:
     """Knows whether the last batch has made a step: manual optimization may accumulate gradients.
 
-    One of several optimizers may, while others step. That is seen at its step, of gradients that were there before the
-    batch. Others are left with gradients that nobody waits for: those of a step, or of another one's loss.
+    One of several optimizers may accumulate while others step. This shows at its step, if a gradient existed before the
+    batch. Other optimizers may keep gradients that need no step: from their last step, or from another one's loss.
 
     Args:
         trainer: The Trainer.
@@ -111,9 +111,10 @@ class BehindStep:
         self._waited = 0
 
     def at(self, step: int) -> bool:
-        """To be asked before the first batch and behind each one, with ``trainer.global_step``.
+        """Whether a step was made; call it before the first batch and after each batch, with ``trainer.global_step``.
 
-        Optimizers without Lightning's wrapper are not counted: until a step was seen, any batch may have made one.
+        Lightning does not count steps of optimizers without its wrapper, so before the first counted step any batch may
+        have made a step.
         """
         before, self._before = self._before, step
         self._are_seen |= step != (before or 0)
@@ -140,7 +141,7 @@ class BehindStep:
             self._stepped[optimizer] = _Gradient.of(optimizer)
 
     def _waits(self, optimizer: Optimizer) -> bool:
-        """Whether an optimizer has gradients that it has not made a step of, and will."""
+        """Whether an optimizer has gradients for which it has not made a step yet, and will."""
         if optimizer not in self._stepped:
             return _Gradient.of(optimizer) is not None
         last = self._stepped[optimizer]
@@ -149,7 +150,7 @@ class BehindStep:
         return not last.is_there or last.parameter.grad._version != last.version
 
     def close(self) -> None:
-        """Looks at no more steps."""
+        """Stops watching steps."""
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
@@ -163,7 +164,7 @@ def evaluation_progress(trainer: Trainer) -> dict[str, Any]:
 
 
 def silence_resume_warning(trainer: Trainer, patches: Patches) -> None:
-    """Silences Lightning's warning that a plain data loader can't be resumed in mid-epoch: here it can."""
+    """Silences Lightning's warning that a plain data loader can't be resumed in mid-epoch: this package resumes it."""
     loop = trainer.fit_loop.epoch_loop
     reset = loop.reset
 
@@ -176,7 +177,7 @@ def silence_resume_warning(trainer: Trainer, patches: Patches) -> None:
 
 
 def count_replayed(trainer: Trainer) -> None:
-    """Subtracts the replayed batches from the fetcher's count, to which Lightning adds them again."""
+    """Subtracts the replayed batches from the fetcher's count, because Lightning adds them again."""
     fetcher = trainer.fit_loop._data_fetcher
     assert fetcher is not None
     fetcher.fetched -= trainer.fit_loop.epoch_loop.batch_progress.current.ready
@@ -185,9 +186,9 @@ def count_replayed(trainer: Trainer) -> None:
 def end_restart(trainer: Trainer) -> None:
     """Ends the restarting state of all loops.
 
-    From here on our checkpoints say exactly what is done and what is due. Lightning guesses it from its counters while
-    ``_restarting`` is set, for the rest of the epoch, and skips validations and scheduler steps; with ``max_steps`` the
-    public setter cannot even unset it.
+    From here on this package's checkpoints define exactly what is done and what is due. While ``_restarting`` is set,
+    for the rest of the epoch, Lightning guesses it from its counters, and skips validations and scheduler steps. With
+    ``max_steps`` the public setter cannot even unset it.
     """
 
     def clear(loop: Any) -> None:
@@ -204,7 +205,7 @@ def count_batches_done(trainer: Trainer, batches: int) -> int:
     """Continues this epoch after its first ``batches`` batches; after all of them if it was over.
 
     Returns:
-        How many are done.
+        How many batches are done.
     """
     progress = trainer.fit_loop.epoch_loop.batch_progress
     if progress.is_last_batch and trainer.num_training_batches != float("inf"):

@@ -1,4 +1,4 @@
-"""The signal connector."""
+"""Lightning's signal connector: keeps its handlers from interfering with this package's."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ def keep_signal_handlers(
     take_over: Callable[[], None],
     put_back: Callable[[], None],
 ) -> None:
-    """Keeps Lightning's SIGTERM handler, which broadcasts inside the handler and deadlocks DDP, out of the way.
+    """Disables Lightning's SIGTERM handler, which broadcasts inside the handler and deadlocks DDP.
 
     Args:
         trainer: The Trainer.
         patches: Undone after the fit.
-        signums: Signals that Lightning shall not give back at its end: the handlers that it found are ours, and
-            after an exception its end comes after ours.
-        take_over: Called before Lightning registers its handlers, which wrap those of the script.
+        signums: Signals whose handlers Lightning must not restore at its end: it found this package's handlers, and
+            after an exception it would restore them after this package has removed them.
+        take_over: Called before Lightning registers its handlers, which wrap the script's handlers.
         put_back: Called after Lightning has registered its handlers, right before the stages run.
     """
     connector = trainer._signal_connector
@@ -40,12 +40,12 @@ def keep_signal_handlers(
 
 
 def broadcast_no_signals(trainer: Trainer, patches: Patches) -> None:
-    """In DDP Lightning broadcasts "was there a SIGTERM" in every step, with a host sync: not so any more."""
+    """Removes Lightning's broadcast of "was there a SIGTERM" in every step of DDP, which makes the host wait."""
     patches.set(trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor", lambda: None)
 
 
 def requeue_signal(trainer: Trainer) -> Any | None:
-    """The signal on which Lightning requeues a Slurm job from inside its handler, if it would."""
+    """The signal on which Lightning would requeue a Slurm job from inside its handler; ``None`` if it would not."""
     environment = trainer._accelerator_connector.cluster_environment
     if not getattr(environment, "auto_requeue", False):
         return None

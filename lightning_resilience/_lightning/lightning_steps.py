@@ -1,4 +1,4 @@
-"""The parts of a training step: its batch, its backward pass, clipping."""
+"""Calls functions in the parts of a training step: its batch, its backward pass, gradient clipping."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
 
 def on_backward(trainer: Trainer, patches: Patches, check: Callable[[torch.Tensor], None]) -> None:
-    """Has ``check`` called with what each backward pass begins with, after all hooks ``on_before_backward``.
+    """Calls ``check`` with the loss with which each backward pass begins, after all hooks ``on_before_backward``.
 
-    Not as such a hook: Lightning enters a profiler's context for it, which costs more than a look at the loss.
+    It is no such hook, because Lightning enters a profiler's context for a hook, which costs more than the check.
     """
     plugin = trainer.precision_plugin
     pre_backward = plugin.pre_backward
@@ -41,10 +41,10 @@ def on_batch(
 
     Args:
         trainer: The Trainer.
-        patches: What undoes it.
-        ready: Called when the batch is there, on its device.
-        begin: Called before its forward and backward pass and optimizer steps.
-        done: Called after them, before any hook of the batch's end; not if they raise.
+        patches: Undone after the fit.
+        ready: Called when the batch is on its device.
+        begin: Called before the batch's forward and backward pass and optimizer steps.
+        done: Called after them, before any hook of the batch's end; not called if they raise.
     """
     loop = trainer.fit_loop.epoch_loop
     if ready is not None:
@@ -63,20 +63,20 @@ def on_batch(
 def on_batch_work(
     trainer: Trainer, patches: Patches, fetched: Callable[[], None], computed: Callable[[], None]
 ) -> None:
-    """Calls functions in every training batch, at two moments at which Lightning calls something small itself.
+    """Calls functions in every training batch, at two places where Lightning itself calls a small method.
 
-    What is around a batch as a whole (:func:`on_batch`) costs several microseconds of a step.
+    Wrapping the batch as a whole (:func:`on_batch`) would cost several microseconds of a step.
 
     Args:
         trainer: The Trainer, whose data are set up.
-        patches: What undoes it.
-        fetched: Called when the batch is there, on the host.
-        computed: Called after its optimizer steps, before schedulers and hooks of its end.
+        patches: Undone after the fit.
+        fetched: Called when the batch is on the host.
+        computed: Called after the batch's optimizer steps, before schedulers and hooks of the batch's end.
     """
     loop = trainer.fit_loop.epoch_loop
     if is_named(trainer.fit_loop._data_fetcher, "_DataLoaderIterDataFetcher"):  # the user's step fetches as it likes
         patches.wrap(trainer._logger_connector, "on_batch_start", before=fetched)
-    elif is_named(getattr(trainer, "profiler", None), "PassThroughProfiler"):  # what it would call does nothing
+    elif is_named(getattr(trainer, "profiler", None), "PassThroughProfiler"):  # the replaced method does nothing
         patches.set(loop, "_on_after_fetch", fetched)
     else:
         patches.wrap(loop, "_on_after_fetch", before=fetched)
@@ -97,14 +97,14 @@ def has_grad_scaler(trainer: Trainer) -> bool:
 def clips_by_norm(trainer: Trainer) -> bool:
     """Whether the Trainer clips gradients by their norm in every step, in a way that :func:`on_clipping_by_norm` sees.
 
-    Not known where a module clips by itself, as in manual optimization.
+    It is not known whether a module clips on its own, as in manual optimization.
     """
     by_norm = trainer.gradient_clip_algorithm in (None, "norm")
     return by_norm and (trainer.gradient_clip_val or 0) > 0 and _clips_as_usual(trainer.precision_plugin)
 
 
 def norm_is_last(trainer: Trainer) -> bool:
-    """Whether nothing of the module's comes between that clipping by norm and a step, or clips in its place."""
+    """Whether no code of the module runs between this clipping by norm and a step, or replaces the clipping."""
     module: Any = trainer.lightning_module
     clips = module.configure_gradient_clipping
     is_lightnings = clips.__module__.partition(".")[0] in ("lightning", "pytorch_lightning")
@@ -118,13 +118,13 @@ def _clips_as_usual(plugin: Any) -> bool:
 def on_clipping_by_norm(
     trainer: Trainer, patches: Patches, before: Callable[[Any], None], seen: Callable[[Any, torch.Tensor], None]
 ) -> None:
-    """Calls ``seen`` with an optimizer and the norm of its gradients over all ranks, where Lightning clips by it.
+    """Calls ``seen`` with an optimizer and the norm of its gradients over all ranks, when Lightning clips by the norm.
 
-    Calls ``before`` with the optimizer before that. Not where the precision plugin has a way of its own (FSDP1, which
-    refuses).
+    Calls ``before`` with the optimizer before the norm is calculated. Does nothing if the precision plugin clips in its
+    own way (FSDP1, which refuses).
 
-    ``clip_grad_norm_`` returns it, and Lightning drops it. Sharded gradients have it reduced over the ranks once, here,
-    instead of within.
+    ``clip_grad_norm_`` would return the norm, but Lightning drops it. For sharded gradients the norm is reduced over
+    the ranks once, here, instead of in ``clip_grad_norm_``.
     """
     plugin = trainer.precision_plugin
     if not _clips_as_usual(plugin):

@@ -1,4 +1,4 @@
-"""Strategies: what they do with the state of a fit, and the tensors of that state."""
+"""Lightning's strategies: how they hold, save and load the state of a fit, and the tensors of that state."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StrategyTraits:
-    """What a strategy does with the state of a fit; see :func:`traits_of`.
+    """How a strategy holds, saves and loads the state of a fit; see :func:`traits_of`.
 
     Attributes:
         is_sharded: Whether a rank holds parameters and optimizer state that no other rank has.
         refused: Why a fit with it cannot be resumed, and what to use instead; ``None`` if it can.
-        name: Lightning's strategy that it is, or derives from; ``None`` for one that is all the user's own.
-        all_ranks_write: Whether it has a ``save_checkpoint`` of its own, which all ranks call and which may write
-            without its ``CheckpointIO``. Otherwise rank 0 writes.
+        name: The strategy of Lightning that it is or derives from; ``None`` for a strategy defined by the user alone.
+        all_ranks_write: Whether it has its own ``save_checkpoint``, which all ranks call and which may write without
+            the strategy's ``CheckpointIO``. Otherwise rank 0 writes.
         gathers_state_dict: Whether its ``state_dict`` gathers the whole state in a collective, as FSDP1's hooks do; the
             parameters themselves are shards.
-        loads_state: Whether it loads module and optimizers where it reads a checkpoint, and takes them from nowhere
-            else: what is given to its ``load_model_state_dict`` is lost.
-        shards_under: The key of the module's state in what its ranks write by PyTorch's distributed checkpoint;
-            ``None`` if it saves in another way.
-        can_save_async: Whether what it saves can be written by this package, in another thread.
+        loads_state: Whether it loads module and optimizers only when it reads a checkpoint: a state passed to its
+            ``load_model_state_dict`` is ignored.
+        shards_under: The key of the module's state in a checkpoint that its ranks write with PyTorch's distributed
+            checkpoint; ``None`` if it saves in another way.
+        can_save_async: Whether this package can write its checkpoints in another thread.
     """
 
     is_sharded: bool = False
@@ -65,16 +65,16 @@ STRATEGIES = {
     "SingleDeviceXLAStrategy": StrategyTraits(refused="TPUs (SingleDeviceXLAStrategy) are not supported."),
     "XLAStrategy": StrategyTraits(refused="TPUs (XLAStrategy) are not supported."),
 }
-"""What is known by the name of a class alone: a script may use either of Lightning's two packages."""
+"""The known strategies by the names of their classes: a script may use either of Lightning's two packages."""
 
 
 def name_of(strategy: Any) -> str | None:
-    """Which strategy of Lightning ``strategy`` is, or is made of; ``None`` for one that is all the user's own."""
+    """The strategy of Lightning that ``strategy`` is or derives from; ``None`` for one defined by the user alone."""
     return next((cls.__name__ for cls in type(strategy).__mro__ if cls.__name__ in STRATEGIES), None)
 
 
 def collective_timeout(trainer: Trainer) -> float | None:
-    """Seconds after which torch gives up a collective of ``trainer``, as its strategy was told; ``None``: not known."""
+    """Seconds after which torch gives up a collective of ``trainer``, by its strategy's setting; ``None``: unknown."""
     timeout = getattr(trainer.strategy, "_timeout", None)
     return timeout.total_seconds() if timeout is not None and trainer.world_size > 1 else None
 
@@ -82,7 +82,7 @@ def collective_timeout(trainer: Trainer) -> float | None:
 def convert_to_double(trainer: Trainer, module: LightningModule) -> None:
     """Converts a module that is trained in float64 before its state is loaded.
 
-    Lightning converts it later, when the numbers have been rounded. A narrower type loses nothing that way.
+    Lightning would convert it later, after the loaded numbers have been rounded. A narrower type loses nothing by that.
     """
     plugin = trainer.precision_plugin
     if plugin.precision == "64-true":
@@ -95,23 +95,23 @@ def shards_state(trainer: Trainer) -> bool:
 
 
 def replicates_state(trainer: Trainer) -> bool:
-    """Whether all ranks have the same parameters and optimizer state, bit for bit: DDP as it is by default.
+    """Whether all ranks have the same parameters and optimizer state, bit for bit: DDP with its defaults.
 
-    Also where one rank is left: others may come back.
+    True also if a single rank is left: other ranks may come back.
     """
     ddp = ddp_wrapper(trainer)
     if ddp is None or shards_state(trainer):
         return False
-    # Ranks that average their models now and then differ in between; ignored parameters are nobody's concern.
+    # Ranks that average their models at intervals differ in between, and DDP does not reduce ignored parameters.
     averages = vars(trainer.strategy).get("_model_averager") is not None
     return not averages and not getattr(ddp, "parameters_to_ignore", None)
 
 
 def group_size(trainer: Trainer) -> int:
-    """How many ranks hold the state together, while each further group of as many holds it as well.
+    """How many ranks hold one copy of the state together, if every group of this size holds a copy.
 
-    1 with plain DDP, the ranks of a group with replicas of FSDP2's shards (HSDP), 0 otherwise. That is known when the
-    strategy is set up: with ``ModelParallelStrategy`` the script makes what parameters are.
+    1 with plain DDP, the size of a group with replicas of FSDP2's shards (HSDP), 0 otherwise. It is known after the
+    strategy has been set up: with ``ModelParallelStrategy`` the script decides how parameters are sharded.
     """
     if (name := name_of(trainer.strategy)) in ("DDPStrategy", "SingleDeviceStrategy"):
         return 1
@@ -121,17 +121,17 @@ def group_size(trainer: Trainer) -> int:
 
 
 def trained_parameters(trainer: Trainer) -> list[torch.Tensor]:
-    """Those of the optimizers. FSDP2 puts others in their place into layers, from a forward pass up to the next one."""
+    """The optimizers' parameters. From a forward pass on, FSDP2 puts other tensors into the layers for a while."""
     return [each for optimizer in trainer.optimizers for group in optimizer.param_groups for each in group["params"]]
 
 
 def has_static_graph(trainer: Trainer) -> bool:
-    """Whether DDP is told that all steps are alike; known before it is set up."""
+    """Whether DDP has ``static_graph=True`` (all steps are alike); known before DDP is set up."""
     return bool(getattr(trainer.strategy, "_ddp_kwargs", {}).get("static_graph"))
 
 
 def why_not_apart(trainer: Trainer) -> str | None:
-    """Why the ranks of a fit cannot train apart and exchange now and then; ``None`` if they can."""
+    """The reason why the ranks of a fit cannot train apart and exchange at intervals; ``None`` if they can."""
     strategy: Any = trainer.strategy
     if name_of(strategy) not in ("DDPStrategy", "SingleDeviceStrategy"):
         return f"{type(strategy).__name__} is not plain DDP. Use strategy='ddp'."
@@ -147,8 +147,8 @@ def why_not_apart(trainer: Trainer) -> str | None:
 
 
 def reduce_no_gradients(trainer: Trainer, patches: Patches) -> str | None:
-    """Has DDP leave gradients, and buffers, as each rank has them; returns why it would not, if so."""
-    if trainer.val_check_batch is None:  # a time is given
+    """Makes DDP reduce no gradients and broadcast no buffers; returns the reason if that is impossible."""
+    if trainer.val_check_batch is None:  # val_check_interval is a time
         return "ranks would validate at different steps if val_check_interval is a time. Use a number of batches."
     ddp = ddp_wrapper(trainer)
     if ddp is None:
@@ -156,14 +156,14 @@ def reduce_no_gradients(trainer: Trainer, patches: Patches) -> str | None:
     if ddp._comm_hooks:
         return "a communication hook of DDP would never be called. Leave out register_comm_hook."
     ddp.require_backward_grad_sync = ddp.require_forward_param_sync = False
-    redirection = trainer.strategy._forward_redirection  # which turns it on in manual optimization, in each step
+    redirection = trainer.strategy._forward_redirection  # turns it on in each step of manual optimization
     patches.set(redirection, "on_after_outer_forward", lambda *modules: None)
     lightning_signals.broadcast_no_signals(trainer, patches)
     return None
 
 
 def meets_in_every_step(trainer: Trainer) -> list[str]:
-    """The callbacks for which Lightning asks rank 0 in every step whether it is time."""
+    """The callbacks that make Lightning ask rank 0 in every step whether their time has come."""
     names = [type(each).__name__ for each in callbacks_named(trainer, "Timer") if each._duration is not None]
     by_time = "_train_time_interval"
     saves = [each for each in callbacks_named(trainer, "ModelCheckpoint") if getattr(each, by_time, None) is not None]
@@ -171,16 +171,16 @@ def meets_in_every_step(trainer: Trainer) -> list[str]:
 
 
 def broadcast_buffers(trainer: Trainer) -> list[torch.Tensor]:
-    """The buffers that DDP takes from rank 0 in every step."""
+    """The buffers that DDP broadcasts from rank 0 in every step."""
     ddp = ddp_wrapper(trainer)
     if ddp is None or not ddp.broadcast_buffers:
         return []
-    # Not those that it knows: a module may have assigned others since.
+    # Not DDP's own list: the module may have assigned other buffers since.
     return [each for name, each in ddp.module.named_buffers() if name not in ddp.parameters_to_ignore]
 
 
 def groups_of_mesh(trainer: Trainer) -> list[Any]:
-    """The process groups of device meshes, the strategy's and the script's, which each start of a fit makes anew."""
+    """The process groups of the strategy's and the script's device meshes, which each start of a fit creates anew."""
     meshes: list[Any] = [getattr(trainer.strategy, "_device_mesh", None)]
     meshes += [getattr(each, "device_mesh", None) for each in trained_parameters(trainer)]
     distinct = {id(mesh): mesh for mesh in meshes if mesh is not None}
@@ -199,14 +199,14 @@ _FSDP1 = ("lightning.pytorch.strategies.fsdp", "pytorch_lightning.strategies.fsd
 
 
 def traits_of(strategy: Any) -> StrategyTraits:
-    """What ``strategy`` does with the state of a fit, also one of the user's own."""
+    """The traits of ``strategy``, which may be defined by the user."""
     name = name_of(strategy)
     base: Any = next(cls for cls in type(strategy).__mro__ if cls.__name__ == "Strategy")
     has_own_save = type(strategy).save_checkpoint is not base.save_checkpoint
     saves_in = str(type(strategy).save_checkpoint.__module__)
     known = STRATEGIES[name] if name is not None else StrategyTraits(is_sharded=has_own_save)
     shards_under = None
-    if saves_in in _MODEL_PARALLEL:  # it reads both, a directory and a file, whatever its own saves are
+    if saves_in in _MODEL_PARALLEL:  # it reads both a directory and a file, whichever it saves
         shards_under = "state_dict"
     elif saves_in in _FSDP1 and getattr(strategy, "_state_dict_type", "full") == "sharded":
         shards_under = "model"
@@ -222,9 +222,9 @@ def traits_of(strategy: Any) -> StrategyTraits:
 
 
 def clone_live_tensors(trainer: Trainer, state: Any) -> Any:
-    """The state that FSDP1 has gathered, with copies of the tensors that the training writes.
+    """The state that FSDP1 has gathered, with copies of the tensors that the training writes to.
 
-    FSDP1 copies tensors on a device to the host; it may return tensors on the host as they are.
+    FSDP1 copies tensors from a device to the host, but may return tensors on the host without a copy.
     """
     live = [*trainer.lightning_module.parameters(), *trainer.lightning_module.buffers()]
     live += optimizer_tensors(trainer.optimizers)
@@ -240,7 +240,7 @@ def clone_live_tensors(trainer: Trainer, state: Any) -> Any:
 
 
 def live_tensors(trainer: Trainer) -> list[torch.Tensor]:
-    """What does not change before the optimizers' steps: parameters, what optimizers keep, and averages of weights."""
+    """The tensors that do not change before the optimizers' steps: parameters, optimizer state, averages of weights."""
     optimizers: list[Any] = list(trainer.optimizers)
     optimizers = [optimizer.optim if is_zero(optimizer) else optimizer for optimizer in optimizers]
     parameters = [each for each in trainer.lightning_module.parameters() if not is_lazy(each)]
@@ -248,7 +248,7 @@ def live_tensors(trainer: Trainer) -> list[torch.Tensor]:
 
 
 def averaged_tensors(trainer: Trainer) -> Iterator[torch.Tensor]:
-    """What Lightning's callbacks average: written at the end of a batch or an epoch. It has no public name."""
+    """The averages of Lightning's callbacks, written at the end of a batch or an epoch; they have no public name."""
     for callback in callbacks_named(trainer, "WeightAveraging", "StochasticWeightAveraging"):
         if (average := getattr(callback, "_average_model", None)) is not None:
             yield from average.parameters()
@@ -256,7 +256,7 @@ def averaged_tensors(trainer: Trainer) -> Iterator[torch.Tensor]:
 
 
 def named_state(trainer: Trainer) -> Iterator[tuple[str, torch.Tensor]]:
-    """What the training makes: parameters, buffers, and what optimizers keep, by the names of the module."""
+    """The tensors that training changes: parameters and buffers by their names, and optimizer state by numbers."""
     module = trainer.lightning_module
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if not is_lazy(tensor):
@@ -266,10 +266,10 @@ def named_state(trainer: Trainer) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def replicated_parameters(trainer: Trainer) -> list[torch.nn.Parameter]:
-    """The parameters that all ranks have alike, bit for bit; none where ranks keep no replicas of each other.
+    """The parameters that are the same on all ranks, bit for bit; none if ranks keep no replicas of each other.
 
-    What is frozen when DDP is set up, it never reduces, and later each rank trains it for itself. And embeddings with
-    ``max_norm`` shorten, in the forward pass, those rows that the rank's own batch asks for.
+    DDP never reduces parameters that are frozen when it is set up, so later each rank would train them on its own. And
+    embeddings with ``max_norm`` shorten, in the forward pass, the rows that the rank's own batch uses.
     """
     if not replicates_state(trainer):
         return []
@@ -284,9 +284,10 @@ def _shortened(module: LightningModule) -> set[int]:
 
 
 def compared_parameters(trainer: Trainer) -> tuple[list[torch.Tensor], int]:
-    """The parameters of which other ranks hold the same, bit for bit, and how many ranks hold all together.
+    """The parameters that other ranks hold too, bit for bit, and how many ranks hold one copy of the state together.
 
-    With DDP each rank does, with replicas of FSDP2's shards (HSDP) those of a group. Otherwise there are none.
+    With DDP a rank holds a whole copy, with replicas of FSDP2's shards (HSDP) a group of ranks does. Otherwise no rank
+    holds the same parameters.
     """
     size = group_size(trainer)
     if 1 < size < trainer.world_size:
@@ -296,7 +297,7 @@ def compared_parameters(trainer: Trainer) -> tuple[list[torch.Tensor], int]:
 
 
 def trained_tensors(trainer: Trainer, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """What ranks have alike: parameters that are reduced, and what optimizers keep for them."""
+    """The tensors that are the same on several ranks: reduced parameters, and the optimizer state of these."""
     return [*parameters, *optimizer_tensors(trainer.optimizers, parameters)] if parameters else []
 
 

@@ -1,1 +1,1 @@
-"""What has gone wrong: scores and verdicts. No Trainer in here."""
+"""Finds out what has gone wrong in a training: scores and verdicts. Nothing in this folder uses a Trainer."""

@@ -1,4 +1,4 @@
-"""Where a rank runs, by names that no other place has."""
+"""Names the node and the device on which a rank runs; no other node or device has the same names."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ class DeviceId:
     """A node and a device on it.
 
     Attributes:
-        node: Its name, see :func:`~lightning_resilience.run.ledger.node_name`.
-        device: A GPU by its UUID, which it keeps wherever the driver lists it; others by torch's name.
+        node: The node's name, see :func:`~lightning_resilience.run.ledger.node_name`.
+        device: For a GPU its UUID, which stays the same wherever the driver lists the GPU; for any other device
+            torch's name.
     """
 
     node: str
@@ -23,7 +24,7 @@ class DeviceId:
 
     @staticmethod
     def of(device: torch.device) -> DeviceId:
-        """That of this process, which computes on ``device``."""
+        """The names for this process, which computes on ``device``."""
         name = str(device)
         if device.type == "cuda":
             name = f"GPU {torch.cuda.get_device_properties(device).uuid}"

@@ -1,11 +1,11 @@
 """Checks of a node before a worker (re)joins a job: its device, its storage and its clock; and a ping of all ranks.
 
 Broken hardware mostly hangs: a call into a dead driver or a dead NFS mount does not return, and cannot be cancelled.
-Each check therefore runs in a daemon thread, and fails if it has not answered in time; its thread is left behind. Its
-result is then unknown: a device that is used for the first time, or a busy storage, may just be slow. Only a call that
-never releases the interpreter lock escapes this deadline, and is left to the watchdog.
+Each check therefore runs in a daemon thread. A check that has not answered in time fails, and its thread keeps running.
+The true result is then unknown: a device that is used for the first time, or a busy storage, may just be slow. Only a
+call that never releases the interpreter lock escapes this deadline; the watchdog deals with it.
 
-No check touches a random number generator. None raises for a failure: that is the ``detail`` of a failed check.
+No check touches a random number generator. No check raises for a failure: ``detail`` of the failed check describes it.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from lightning_resilience._formatting import format_bytes
 _T = TypeVar("_T")
 
 DEVICE_WITHIN_S = 180.0
-"""How long a device may take. Its first use makes a context and loads libraries, for all ranks of a node at once and
-perhaps over the network."""
+"""How many seconds a device may take. Its first use creates a context and loads libraries, for all ranks of a node at
+once and perhaps over the network."""
 
 _SIDE = 1024  # of the matrices: large enough to occupy most of a device, and 4 MiB each
 _PATTERN_WORDS = 4 * 2**20  # 16 MiB
@@ -43,16 +43,16 @@ _GRACE_S = 5.0  # beyond a collective's own deadline
 
 @dataclass(frozen=True)
 class Check:
-    """What one check found.
+    """The result of one check.
 
     Args:
-        name: ``device`` (it raised or did not answer), ``compute``, ``memory``, ``accelerator`` (there is none); from
-            NVML ``nvml``, ``ecc``, ``retired pages``, ``remapped rows``, ``clocks``; ``free space``, ``clock``;
-            ``collective``. A failed ``free space`` is mostly that of shared storage and no other node has more; what
-            else can fail in :func:`check_node` is the node's own.
-        ok: Whether it passed.
-        detail: One clause: what was seen, where, and if it failed, what to do.
-        answered: Whether it came to an end: if not, the node is not known to be at fault.
+        name: ``device`` (the device raised or did not answer), ``compute``, ``memory``, ``accelerator`` (there is no
+            accelerator); from NVML ``nvml``, ``ecc``, ``retired pages``, ``remapped rows``, ``clocks``; ``free space``,
+            ``clock``; ``collective``. A failed ``free space`` mostly concerns shared storage, where no other node has
+            more; every other failure in :func:`check_node` is a fault of this node.
+        ok: Whether the check passed.
+        detail: One clause: what was seen, where, and after a failure what to do.
+        answered: Whether the check ended in time. If not, it is not known whether the node is at fault.
     """
 
     name: str
@@ -63,7 +63,7 @@ class Check:
 
 @dataclass(frozen=True)
 class HealthReport:
-    """What all checks found. As a string, one line: what failed if anything did, else what was checked.
+    """The results of all checks. ``str()`` gives one line with the failed checks or, if none failed, with all checks.
 
     Args:
         checks: In the order in which they were made.
@@ -94,15 +94,16 @@ def check_node(
     timeout_s: float = 30.0,
     device_timeout_s: float = DEVICE_WITHIN_S,
 ) -> HealthReport:
-    """Whether a worker may join from this node. Checks the device, the directories and the clock, all at once.
+    """Checks the device, the directories and the clock, all at once: whether a worker of this node may join.
 
     Args:
-        run_dir: On storage that all nodes share; it need not exist yet. ``None``: another worker of this node looks.
+        run_dir: On storage that all nodes share; it need not exist yet. ``None``: another worker of the node checks it.
         device: See :func:`check_gpu_health`.
-        needed_bytes: What must be free in each directory. The default holds what a run writes besides its checkpoints.
-        local_dirs: Directories of this node that are written to as well.
+        needed_bytes: How many bytes must be free in each directory. The default has room for everything that a run
+            writes besides its checkpoints.
+        local_dirs: Directories of this node that the run writes to as well.
         timeout_s: Seconds after which a check of a directory or the clock that has not answered has failed.
-        device_timeout_s: The same for the device. No more than the longer of both is waited in all.
+        device_timeout_s: The same for the device. The whole check takes no longer than the longer of both.
     """
     return begin_node_check(run_dir, device, needed_bytes, local_dirs, timeout_s, device_timeout_s)()
 
@@ -116,16 +117,16 @@ def begin_node_check(
     device_timeout_s: float = DEVICE_WITHIN_S,
     exercises_cpu: bool = True,
 ) -> Callable[[], HealthReport]:
-    """Begins what :func:`check_node` does, and returns what waits for it.
+    """Starts the checks of :func:`check_node`, and returns a function that waits for them and returns the report.
 
     Args:
         run_dir: See :func:`check_node`.
         device: See :func:`check_node`.
         needed_bytes: See :func:`check_node`.
         local_dirs: See :func:`check_node`.
-        timeout_s: See :func:`check_node`; from now on.
-        device_timeout_s: See :func:`check_node`; from now on.
-        exercises_cpu: Whether a CPU multiplies matrices too if ``device`` is one.
+        timeout_s: See :func:`check_node`; counted from this call.
+        device_timeout_s: See :func:`check_node`; counted from this call.
+        exercises_cpu: Whether to check the device also where ``device`` is the CPU.
     """
     deadline = time.monotonic() + timeout_s
     started = [
@@ -166,7 +167,7 @@ def check_device_health(device: torch.device | str | None = None, timeout_s: flo
 
     Args:
         device: Default: the accelerator that is current in this thread (the first one, unless the strategy or the
-            program has chosen), or the CPU where there is none.
+            program has chosen another), or the CPU where there is no accelerator.
         timeout_s: Seconds after which a device that has not answered has failed.
     """
     deadline = time.monotonic() + timeout_s
@@ -177,14 +178,15 @@ def check_device_health(device: torch.device | str | None = None, timeout_s: flo
 
 
 def check_gpu_health(device: torch.device | str | None = None, timeout_s: float = DEVICE_WITHIN_S) -> list[Check]:
-    """:func:`check_device_health`, and what NVML knows of the device, as far as there is an NVML that knows it.
+    """Does :func:`check_device_health`, and reads the state of the device from NVML where NVML knows the device.
 
-    Memory pages that wait for their retirement are failures, rows that wait to be remapped or could not be, and a GPU
-    that the driver has lost; on a GPU that remaps no rows, which older ones do not, uncorrected ECC errors since its
-    last reset as well: the others contain them. Temperature and a clock slowed down by the hardware are reported, but
-    fail nothing: both may pass. A fact that cannot be read is left out. The Xid errors of the past cannot.
+    These are failures: memory pages that wait for their retirement; memory rows that wait to be remapped or could not
+    be remapped; a GPU that the driver has lost. On older GPUs, which remap no rows, uncorrected ECC errors since the
+    last reset are failures as well; newer GPUs contain such errors. Temperature and a clock slowed down by the hardware
+    are reported, but are no failures: both may pass. A fact that cannot be read is left out. Xid errors of the past
+    cannot be read.
 
-    The NVML part is NVIDIA's; any other accelerator, or the CPU where there is none, is checked without.
+    NVML is NVIDIA's. Any other accelerator, or the CPU where there is no accelerator, is checked without it.
 
     Args:
         device: See :func:`check_device_health`.
@@ -213,13 +215,13 @@ def _begin_device_checks(device: torch.device | str | None, timeout_s: float) ->
 
 def _find(device: torch.device | str | None, timeout_s: float) -> torch.device | Check:
     try:
-        accelerator = torch.accelerator.current_accelerator()  # that of this build of torch; asks no driver
+        accelerator = torch.accelerator.current_accelerator()  # the one this torch was built for; asks no driver
         if device is None:
             if accelerator is None or not in_daemon_thread(torch.accelerator.is_available).result(timeout_s):
                 return torch.device("cpu")
             device = accelerator
         device = torch.device(device)
-        if device == accelerator:  # without an index; asked here, because every thread has a current device of its own
+        if device == accelerator:  # no index; asked in this thread, because each thread has its own current device
             device = torch.device(device.type, torch.accelerator.current_device_index())
         return device
     except NoAnswer:
@@ -235,7 +237,7 @@ def _begin_exercise(device: torch.device, deadline: float, timeout_s: float) -> 
 
 
 def _check_compute(device: torch.device) -> Check:
-    # Integers up to 6 are exact in any format with 3 bits of significand, so in TF32 and bfloat16 too; the sums stay
+    # Integers up to 6 are exact in any format with 3 bits of significand, so in TF32 and bfloat16 too. The sums stay
     # below 2**24, up to which float32 is exact. Rows repeat every 7 and columns every 5, so the host computes 35 sums.
     index = torch.arange(_SIDE, device="cpu")
     left = (index[:, None] + index[None, :]) % 7
@@ -273,18 +275,18 @@ def _nvml_facts(device: torch.device) -> list[Check]:
         return []
     try:
         pynvml.nvmlInit()
-    except pynvml.NVMLError:  # no driver, or none of NVIDIA's
+    except pynvml.NVMLError:  # no driver, or no NVIDIA driver
         return []
     name = f"device {device} (GPU-{uuid})"
     gone = (pynvml.NVML_ERROR_GPU_IS_LOST, pynvml.NVML_ERROR_RESET_REQUIRED)
     checks: list[Check] = []
     try:
-        # By UUID, because CUDA_VISIBLE_DEVICES renumbers torch's devices and not NVML's.
+        # By UUID, because CUDA_VISIBLE_DEVICES renumbers the devices in torch but not in NVML.
         gpu = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
         for fact in (_ecc_errors, _retired_pages, _remapped_rows, _clocks):
             try:
                 checks.append(fact(pynvml, gpu, name))
-            except AttributeError:  # not in this version of the library
+            except AttributeError:  # this version of the library lacks the function
                 continue
             except pynvml.NVMLError as error:  # mostly: not supported by this GPU
                 if error.value in gone:
@@ -301,7 +303,7 @@ def _nvml_facts(device: torch.device) -> list[Check]:
 def _uuid(device: torch.device) -> str | None:
     try:
         return str(torch.get_device_module(device).get_device_properties(device).uuid)
-    except (AttributeError, AssertionError, RuntimeError):  # a device without one; or broken, which its exercise shows
+    except (AttributeError, AssertionError, RuntimeError):  # no UUID, or a broken device, which its exercise shows
         return None
 
 
@@ -352,12 +354,12 @@ def _clocks(pynvml: Any, gpu: Any, name: str) -> Check:
 def check_free_space(path: str | os.PathLike[str], needed_bytes: int) -> Check:
     """Whether ``needed_bytes`` and some files fit into a directory: asks for the free space, and writes a small file.
 
-    Quotas are not in the figures that the system gives; a quota that is used up shows when the file is written. Waits
-    for the storage as long as that takes; :func:`check_node` does not.
+    The free space that the system reports does not consider quotas; an exhausted quota shows when the file is written.
+    This function waits for the storage without a deadline; :func:`check_node` has one.
 
     Args:
-        path: A directory. If it does not exist, the nearest parent that does is checked.
-        needed_bytes: What must be free for this user.
+        path: A directory. If it does not exist, its nearest existing parent is checked.
+        needed_bytes: How many bytes must be free for this user.
     """
     try:
         directory = _nearest(path)
@@ -377,13 +379,13 @@ def check_free_space(path: str | os.PathLike[str], needed_bytes: int) -> Check:
 
 
 def check_clock(path: str | os.PathLike[str], tolerance_s: float = 60.0) -> Check:
-    """Compares this host's clock with that of shared storage: the modification time of a file just written there.
+    """Compares this host's clock with the storage's clock, which gives a newly written file its modification time.
 
-    A node whose clock is wrong writes wrong times into the ledger, and takes fresh files of others for abandoned. On a
-    local file system there is no second clock, so the check passes.
+    A node with a wrong clock writes wrong times into the ledger, and considers fresh files of other nodes abandoned. On
+    a local file system there is no second clock, so the check passes.
 
     Args:
-        path: A directory; see :func:`check_free_space`, also for how long this takes.
+        path: A directory; see :func:`check_free_space`, also for the missing deadline.
         tolerance_s: Seconds by which the clocks may differ.
     """
     before = time.time()
@@ -433,14 +435,15 @@ def _not_writable(path: str | os.PathLike[str], error: OSError) -> str:
 def check_collective(
     device: torch.device | str, timeout_s: float = 10.0, group: dist.ProcessGroup | None = None
 ) -> Check:
-    """A ping: all ranks of a group sum ones, and the sum must be their number. All of them must call this.
+    """Pings all ranks of a group: they sum ones, and the sum must be the number of ranks. Every rank must call this.
 
-    It passes where there is no process group, and on a rank that is not in ``group``. Ranks need not agree about the
-    outcome: one that came too late may see its own ping fail for that, or another reason. **After a failure the group
-    is of no use any more**: gloo closes its connections, NCCL aborts its communicator. Raise, and end the process.
+    The check passes where there is no process group, and on a rank that is not in ``group``. The outcome may differ
+    between ranks: a rank that comes too late may see its own ping fail for that or another reason. **After a failure
+    the group cannot be used any more**: gloo closes its connections, NCCL aborts its communicator. Raise, and end the
+    process.
 
     Args:
-        device: Where the ones are; must suit the group's backend.
+        device: The device that holds the ones; must suit the group's backend.
         timeout_s: Seconds to wait for the other ranks.
         group: Default: all ranks.
     """
@@ -448,7 +451,7 @@ def check_collective(
     if group is None or dist.get_rank(group) < 0:
         return Check("collective", True, "there is no process group with this rank to check")
     size = dist.get_world_size(group)
-    # In a thread, because the call itself, in which NCCL may connect, and the copy to the host have no deadline.
+    # In a thread: neither the call, in which NCCL may connect, nor the copy to the host has a deadline.
     answer = in_daemon_thread(partial(_sum_of_ones, device, timeout_s, group))
     try:
         total = answer.result(timeout_s + _GRACE_S)
@@ -464,7 +467,7 @@ def check_collective(
 
 def _sum_of_ones(device: torch.device | str, timeout_s: float, group: dist.ProcessGroup) -> float:
     ones = torch.ones(1, device=device)
-    # `dist.all_reduce` takes no deadline. With that of `wait` alone gloo keeps the operation, and the group's
+    # `dist.all_reduce` takes no deadline. With only the deadline of `wait`, gloo keeps the operation, and the group's
     # destructor waits for it until the group's own timeout, half an hour by default.
     options = dist.AllreduceOptions()
     options.timeout = timedelta(seconds=timeout_s)
@@ -488,5 +491,5 @@ def _collect(
 
 
 def _describe(error: Exception) -> str:
-    lines = str(error).strip().splitlines()  # a device's errors come with advice for debugging below
+    lines = str(error).strip().splitlines()  # device errors have debugging advice below their first line
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

@@ -1,1 +1,1 @@
-"""Which rank does not advance, and why."""
+"""Finds the rank that does not advance, and the reason."""

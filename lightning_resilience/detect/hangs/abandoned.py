@@ -1,4 +1,4 @@
-"""What a watchdog that was killed has left in node memory: its folder, with the accounts of the time of its ranks."""
+"""Removes the folder that a killed watchdog has left in node memory, and records the time accounts of its ranks."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ BEATS = struct.Struct("<d")  # seconds of ``time.monotonic()``, which all proces
 
 
 def read_beat(directory: Path) -> float:
-    """When the watchdog of a folder has shown last that it works, in seconds of ``time.monotonic()``.
+    """When the watchdog of a folder last showed that it works, in seconds of ``time.monotonic()``.
 
     Raises:
-        OSError: If it cannot be read.
+        OSError: If the time cannot be read.
     """
     try:
         beat: float = BEATS.unpack((directory / BEAT).read_bytes())[0]
@@ -39,9 +39,9 @@ def spent_by(about: Mapping[str, Any], accounts: Mapping[int, Spent], ended: Map
     """What the ranks of a folder have spent their time on, as an event.
 
     Args:
-        about: What one of them has registered.
-        accounts: By rank.
-        ended: When processes were seen to be gone; see :func:`.time_account.time_spent`.
+        about: The registration of any of these ranks.
+        accounts: The time accounts, by rank.
+        ended: When the ranks' processes were seen to have ended; see :func:`.time_account.time_spent`.
     """
     event = time_spent(accounts, ended)
     event.attempt, event.world_size = about["token"], about["world_size"]
@@ -51,20 +51,20 @@ def spent_by(about: Mapping[str, Any], accounts: Mapping[int, Spent], ended: Map
 
 
 def kept_name(directory: Path, node: str) -> str:
-    """Under which name the accounts of the ranks of a folder are kept while they run.
+    """The name under which the accounts of a folder's ranks are kept while the ranks run.
 
     Args:
         directory: The folder.
-        node: The name of its host.
+        node: The name of the folder's host.
     """
     return f"{directory.name}-{node}"
 
 
 def remove_abandoned(own: Path | None = None, run_dir: Path | None = None) -> None:
-    """Removes the folders of killed jobs, after it has recorded what their ranks have spent their time on.
+    """Records what the ranks of killed jobs have spent their time on, then removes the folders of these jobs.
 
     Args:
-        own: Of the caller, which stays.
+        own: The folder of the caller, which stays.
         run_dir: Only folders of this run; default: of all runs.
     """
     for directory in (each for parent in own_directories() for each in abandoned(parent)):
@@ -77,28 +77,28 @@ def remove_abandoned(own: Path | None = None, run_dir: Path | None = None) -> No
 
 
 def record_account(directory: Path) -> None:
-    """Records what the ranks of an abandoned folder have spent their time on, if that is known and their run is there.
+    """Records what the ranks of an abandoned folder have spent their time on, if that is known and their run exists.
 
     Args:
         directory: The folder.
     """
     registrations = [read_json(path) or {} for path in matching(directory, "rank-*.json")]
-    with suppress(OSError, TypeError, ValueError, KeyError):  # a run that is gone, or a folder of another version
+    with suppress(OSError, TypeError, ValueError, KeyError):  # the run was removed, or another version wrote the folder
         if registrations:
             _record(directory, registrations)
 
 
 def abandoned(parent: Path) -> list[Path]:
-    """The folders of :func:`.rank_probe.node_directory` whose ranks and watchdog are all gone: those of killed jobs.
+    """The folders of killed jobs: folders of :func:`.rank_probe.node_directory` whose ranks and watchdog have ended.
 
     Args:
-        parent: The folder for this user in which they are.
+        parent: The folder of this user that contains them.
     """
     here = pid_namespace()
     found = []
     for folder in matching(parent, "*"):
         records = [read_json(path) or {} for path in matching(folder, "*.json")]
-        # Of what lives in another container nothing is known here.
+        # Nothing is known here of a process that runs in another container.
         if records and all(each.get("namespace") == here and not is_running(each) for each in records):
             found.append(folder)
     return found
@@ -109,15 +109,15 @@ def _record(directory: Path, registrations: list[dict[str, Any]]) -> None:
     for registration in registrations:
         with open(directory / f"rank-{registration['rank']:05d}.time", "rb", buffering=0) as file:
             spent = read_account(file)
-        if spent is not None and spent.since <= time.monotonic():  # else the node has been started again
+        if spent is not None and spent.since <= time.monotonic():  # a later time: the node has rebooted since
             accounts[int(registration["rank"])] = spent
     run, about = RunDirectory(registrations[0]["run_dir"]), registrations[0]
     if not accounts:
         return
-    run_began = (run.path / "run.json").stat().st_mtime  # raises where there is no run: nothing is written there
-    beat = read_beat(directory)  # they were killed with it
+    run_began = (run.path / "run.json").stat().st_mtime  # raises where no run exists: then nothing is written
+    beat = read_beat(directory)  # the ranks were killed together with the watchdog
     event = spent_by(about, accounts, {rank: max(beat, spent.since) for rank, spent in accounts.items()})
     if max(event.ended or ()) < run_began:
-        return  # the run was removed, and another one has begun in its place
+        return  # the run was removed, and another run has begun in the same directory
     Ledger(run.ledger, None).record(event)
     forget(run.path, kept_name(directory, about["node"]))

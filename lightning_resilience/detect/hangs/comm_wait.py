@@ -1,7 +1,7 @@
-"""How long this process has waited for other ranks: in collectives, and in the reduction at the end of a backward pass.
+"""Measures how long this process waits for other ranks, in collectives and in the reduction that ends a backward pass.
 
-Ranks that wait for each other are all as slow as the slowest of them. Only the time that a rank has not waited shows
-which one that is.
+Ranks that wait for each other are all as slow as the slowest rank. Only the time in which a rank does not wait shows
+which rank is the slowest.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ _WAITS: tuple[tuple[Any, str], ...] = (
     (torch.distributed.Work, "wait"),
     (torch.distributed.Work, "synchronize"),
     (functional, "wait_tensor"),
-    (torch.distributed, "_broadcast_coalesced"),  # of DDP's buffers, in the forward pass
+    (torch.distributed, "_broadcast_coalesced"),  # DDP broadcasts its buffers in the forward pass
     (torch.distributed, "monitored_barrier"),
-    (torch.futures.Future.__bases__[0], "wait"),  # of a collective's, or of a DDP hook's
+    (torch.futures.Future.__bases__[0], "wait"),  # futures of collectives and of DDP's hooks
 )
 
 
 def collectives() -> list[str]:
-    """The methods of ``ProcessGroup`` that begin a collective: those that return a ``Work``.
+    """The methods of ``ProcessGroup`` that begin a collective: the methods that return a ``Work``.
 
-    Each version of PyTorch has others, and calls others; their signatures, as the binding writes them, tell.
+    Their names differ between versions of PyTorch, so they are found by the signatures that the binding writes.
     """
     group = torch.distributed.ProcessGroup
     return [name for name in vars(group) if _GIVES_WORK.search(getattr(group, name).__doc__ or "")]
@@ -42,16 +42,18 @@ _GIVES_WORK = re.compile(r"\) -> (?:\w+(?:::|\.))*Work\b")
 
 
 class CommWaitTimer:
-    """Adds up how long the thread that made this has waited for other ranks, and its backward passes in theirs.
+    """Adds up how long the thread that created this timer and the threads of its backward passes wait for other ranks.
 
-    Counted are collectives that Python code waits for (``torch.distributed``, FSDP2, DTensor, torchmetrics), and what
-    DDP waits for in C++ when a rank has computed its own gradients. Waits within compiled code do not count.
+    Two kinds of waits count: collectives that Python code waits for (``torch.distributed``, FSDP2, DTensor,
+    torchmetrics), and DDP's wait in C++ after a rank has computed its own gradients. Waits in compiled code do not
+    count.
 
     Args:
-        mark: For a device, whose streams wait where the host does not: called with whether a wait begins, or ends; also
-            within each other.
-        clock: Gives seconds.
-        streams: The class of the device's streams. When one is to wait for an event, ``mark`` is called with it, too.
+        mark: For a device, whose streams wait where the host does not. It is called with true when a wait begins and
+            with false when the wait ends; waits may be nested.
+        clock: Returns seconds.
+        streams: The class of the device's streams. When a stream begins to wait for an event, ``mark`` is called with
+            this stream as well.
     """
 
     def __init__(
@@ -61,9 +63,9 @@ class CommWaitTimer:
         streams: type | None = None,
     ) -> None:
         self.seconds = 0.0
-        """So far."""
+        """Seconds waited so far."""
         self.counts = True
-        """Whether it adds up what is waited now; to be changed where nothing is."""
+        """Whether waits count at present; change this only while nothing waits."""
         self._mark: Callable[..., None] = mark if mark is not None else lambda *args: None
         self._on_device = mark is not None
         self._streams = streams
@@ -74,11 +76,11 @@ class CommWaitTimer:
         self._replaced: list[tuple[Any, str, Any, Any]] = []
 
     def start(self) -> None:
-        """Counts from now on; once."""
+        """Starts to count; call this once."""
         for owner, name in _WAITS:
             self._replace(owner, name, self._timed)
         if self._on_device:
-            # With NCCL the stream of the device waits in these, and nothing need be given back that is waited for.
+            # With NCCL the device's stream waits in these calls, and the caller may get no `Work` to wait for.
             for name in collectives():
                 self._replace(torch.distributed.ProcessGroup, name, self._timed)
             if inspect.isfunction(vars(self._streams or object).get("wait_event")):  # in C it cannot be replaced
@@ -86,15 +88,15 @@ class CommWaitTimer:
         self._replace(torch.autograd, "backward", self._with_an_end)
 
     def stop(self) -> None:
-        """Counts no more."""
-        self.counts = False  # other code may have wrapped one of ours, and still call it
+        """Stops counting."""
+        self.counts = False  # other code may have wrapped one of our functions, and still call it
         while self._replaced:
             owner, name, original, own = self._replaced.pop()
             if vars(owner)[name] is own:
                 setattr(owner, name, original)
 
     def _replace(self, owner: Any, name: str, around: Callable[[Any], Any]) -> None:
-        # As it is in the class: what getattr() gives of a C++ method would not be one when it is put back.
+        # Keeps the attribute from `vars`: what getattr() returns for a C++ method would be no method when put back.
         own = around(getattr(owner, name))
         self._replaced.append((owner, name, vars(owner)[name], own))
         setattr(owner, name, own)
@@ -120,7 +122,7 @@ class CommWaitTimer:
         return timed
 
     def _held(self, wait: Callable[..., Any]) -> Callable[..., Any]:
-        """A stream of the device that waits for an event; the host does not."""
+        """Wraps the call that makes a stream of the device wait for an event; the host does not wait."""
 
         def held(stream: Any, *args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_compiling() or not self._is_counted():
@@ -134,12 +136,12 @@ class CommWaitTimer:
         return held
 
     def _is_counted(self) -> bool:
-        # Threads of ours wait for others too, beside the training. Those of autograd, in which the backward pass of an
-        # accelerator runs, are part of it.
+        # This package's own threads also wait for other ranks; they are no part of the training. Autograd's threads
+        # are part of it: the backward pass of an accelerator runs in them.
         return self.counts and (threading.get_ident() == self._thread or torch._C._current_graph_task_id() != -1)
 
     def _with_an_end(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        """A backward pass, in which what comes behind the last of this rank's own gradients is waiting."""
+        """Wraps a backward pass: everything after the last of this rank's own gradients counts as waiting."""
         queue_callback = Variable._execution_engine.queue_callback
 
         def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
@@ -157,8 +159,8 @@ class CommWaitTimer:
             def ask(gradients: Any) -> None:
                 queue_callback(own_end)
 
-            # What is to be called at the end of a backward pass is called in the order in which it was asked for, and
-            # none can ask before the gradient of the loss is there. DDP asks for its own wait when all gradients are.
+            # Callbacks for the end of a backward pass run in the order in which they were queued, and the first one can
+            # be queued with the gradient of the loss. DDP queues its own wait when it has all gradients, so later.
             roots = (tensors,) if isinstance(tensors, (torch.Tensor, GradientEdge)) else tuple(tensors)
             nodes: list[Any] = [root.node if isinstance(root, GradientEdge) else root.grad_fn for root in roots]
             hooks = [node.register_prehook(ask) for node in nodes if node is not None]
@@ -168,7 +170,7 @@ class CommWaitTimer:
                 for hook in hooks:
                     hook.remove()
                 if ended is not None and self._depth == 0:
-                    # Not in addition to the collectives in it that were counted.
+                    # Replaces the collectives counted in the meantime, so that nothing counts twice.
                     self.seconds = waited + self._clock() - ended
                 if ended is not None:
                     self._mark(False)
@@ -177,6 +179,6 @@ class CommWaitTimer:
 
 
 def _is_compiled() -> bool:
-    """Whether backward passes are compiled: then nothing can be asked to be called at their end."""
+    """Whether backward passes are compiled: then no callback can be queued for their end."""
     compiled = sys.modules.get("torch._dynamo.compiled_autograd")
     return bool(getattr(compiled, "compiled_autograd_enabled", False))

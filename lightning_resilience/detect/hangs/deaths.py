@@ -1,4 +1,4 @@
-"""How another process ended, as far as the kernel shows it to one that is not its parent. Linux only.
+"""Finds out how another process ended, as far as the kernel shows this to a process that is not its parent. Linux only.
 
 Imports neither torch nor Lightning.
 """
@@ -21,7 +21,7 @@ from lightning_resilience.run import exit_codes
 _PF_EXITING = 0x4  # linux/sched.h
 _PIDFD_INFO_EXIT = 0x8  # linux/pidfd.h, since Linux 6.15
 _PIDFD_GET_INFO = 0xC040FF0B
-_PIDFD_INFO = struct.Struct("<Q52xi")  # the mask, what is not needed here, and the wait status
+_PIDFD_INFO = struct.Struct("<Q52xi")  # the mask, unused fields, and the wait status
 
 _STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _FROM_OUTSIDE = (signal.SIGKILL, *_STOPS)
@@ -32,8 +32,9 @@ class Death:
     """How a process ended.
 
     Args:
-        status: As ``os.wait`` gives it; ``None``: not known, because its parent was faster and the kernel is too old.
-        out_of_memory: Whether the kernel killed processes of its cgroup at that time, because memory was short.
+        status: As ``os.wait`` gives it. ``None``: unknown, because its parent reaped it first and the kernel is too
+            old to show the status after that.
+        out_of_memory: Whether the kernel killed processes of its cgroup at that time because memory was short.
     """
 
     status: int | None
@@ -41,7 +42,7 @@ class Death:
 
     @property
     def signal(self) -> str | None:
-        """The name of the signal that has killed it, if that is known."""
+        """The name of the signal that killed the process; ``None`` if no signal is known to have killed it."""
         if self.status is None or not os.WIFSIGNALED(self.status):
             return None
         number = os.WTERMSIG(self.status)
@@ -52,18 +53,21 @@ class Death:
 
     @property
     def exit_code(self) -> int | None:
-        """The exit code that it has chosen, if it has, and that is known."""
+        """The exit code with which the process ended; ``None`` if a signal killed it, or if the status is unknown."""
         return os.WEXITSTATUS(self.status) if self.status is not None and os.WIFEXITED(self.status) else None
 
     @property
     def is_from_outside(self) -> bool:
-        """Whether a user, a launcher or a scheduler may have ended it on purpose."""
+        """Whether a user, a launcher or a scheduler may have ended the process on purpose."""
         number = None if self.status is None else os.WTERMSIG(self.status)
         return not self.out_of_memory and (self.status is None or number in _FROM_OUTSIDE)
 
     @property
     def is_loss(self) -> bool:
-        """Whether it is known that it ended neither as intended nor on a request to stop: a launcher ends its peers."""
+        """Whether the process is known to have ended neither as intended nor on a request to stop.
+
+        After such an end a launcher ends the other ranks.
+        """
         return self.status is not None and self.exit_code != 0 and os.WTERMSIG(self.status) not in _STOPS
 
     def __str__(self) -> str:
@@ -80,8 +84,8 @@ class Death:
 class ExitWatcher:
     """Waits for the ends of processes.
 
-    A parent that polls, as elastic launchers do, reaps an ended process late. A process that is woken by its end can
-    still read its exit status.
+    A parent that polls, as elastic launchers do, reaps an ended process late. A process that the kernel wakes at that
+    end can still read the exit status.
     """
 
     def __init__(self) -> None:
@@ -89,18 +93,18 @@ class ExitWatcher:
         self._pidfds: dict[int, int] = {}
 
     def add(self, pid: int) -> None:
-        """Waits for this one too; without effect where the kernel does not allow that."""
+        """Waits for this process too; has no effect where the kernel does not allow that."""
         with suppress(OSError, AttributeError):
             self._pidfds[pid] = pidfd = os.pidfd_open(pid)
             self._poll.register(pidfd, select.POLLIN)
 
     def wait(self, seconds: float) -> None:
-        """Returns when one of them has ended that had not at the last call, or after so many seconds."""
+        """Returns when another one of the processes has ended since the last call, or after so many seconds."""
         for pidfd, _ in self._poll.poll(seconds * 1000):
-            self._poll.unregister(pidfd)  # it stays readable
+            self._poll.unregister(pidfd)  # an ended process would wake each later call too
 
     def status(self, pid: int) -> int | None:
-        """How a process that was added has ended, as ``os.wait`` gives it; ``None``: not known."""
+        """How an added process ended, as ``os.wait`` gives it; ``None``: not known."""
         fields = stat_of(pid)
         if fields is not None and fields[0] == "Z":
             return int(fields[49])
@@ -116,7 +120,7 @@ class ExitWatcher:
 
 
 def is_ending(pid: int) -> bool:
-    """Whether a process is ending: with much memory, or held by a driver, that takes seconds."""
+    """Whether a process is ending. This takes seconds if it has much memory, or if a driver holds it."""
     fields = stat_of(pid)
     return fields is None or fields[0] in "ZX" or bool(int(fields[6]) & _PF_EXITING) or is_being_killed(pid)
 
@@ -138,11 +142,11 @@ def has_active_thread(pid: int) -> bool:
 
 
 class MemoryShortage:
-    """Notices when the kernel kills processes because memory is short: in the cgroup of one, or anywhere on this host.
+    """Notices when the kernel kills processes because memory is short, in a process's cgroup or anywhere on this host.
 
     Args:
-        pid: The process.
-        root: Of the file system, for tests.
+        pid: The process whose cgroup is watched. Without a counter for it, the counter of the host is watched.
+        root: The root of the file system, for tests.
     """
 
     _RECENT_S = 60.0  # the end of a process with much memory takes its time
@@ -153,13 +157,13 @@ class MemoryShortage:
         self._rose: float | None = None
 
     def update(self) -> None:
-        """Reads the counter; to be called regularly."""
-        kills = self._count()  # none: its cgroup goes with the last of its processes
+        """Reads the counter; call it regularly."""
+        kills = self._count()  # None: the kernel removes a cgroup with its last process
         if kills is not None and kills != self._kills:
             self._kills, self._rose = kills, time.monotonic()
 
     def is_recent(self) -> bool:
-        """Whether that has happened within the last minute."""
+        """Whether the kernel has killed a process for lack of memory within the last minute."""
         self.update()
         return self._rose is not None and time.monotonic() - self._rose < self._RECENT_S
 
@@ -168,7 +172,7 @@ class MemoryShortage:
 
 
 def _counters(pid: int, root: Path) -> list[Path]:
-    """The files that count such kills, the one that counts the fewest others first."""
+    """The files that count kills for lack of memory; the file that counts the fewest other processes comes first."""
     own = []
     with suppress(OSError):
         for line in (root / f"proc/{pid}/cgroup").read_text().splitlines():

@@ -1,8 +1,8 @@
-"""Whether the device of a rank has work left, asked from outside.
+"""Answers, from outside a rank's process, whether the device of the rank has work left.
 
-A host that waits for a GPU does not sleep: it looks again and again, and uses a core as one that computes does. The
-device knows which it is. So each rank with a device has a thread that sleeps until the watchdog asks. It needs the
-interpreter lock, which torch gives up while it waits for a device.
+A host that waits for a GPU does not sleep: it polls, and uses as much of a core as a host that computes. Only the
+device knows whether it has work. So each rank with a device has a thread that sleeps until the watchdog asks. This
+thread needs the interpreter lock, which torch releases while it waits for a device.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ _HAS_WORK, _IS_IDLE = b"1", b"0"
 
 
 class DeviceAnswers:
-    """The rank's side: answers for its device.
+    """The rank's side: answers the watchdog's questions about the rank's device.
 
     Args:
-        path: Of the socket.
-        has_work: Asks the device; called in a thread of its own.
+        path: The path of the socket.
+        has_work: Asks the device; called in a separate thread.
 
     Raises:
-        OSError: If there can be no such socket.
+        OSError: If the socket cannot be created.
     """
 
     def __init__(self, path: Path, has_work: Callable[[], bool]) -> None:
@@ -42,7 +42,7 @@ class DeviceAnswers:
         threading.Thread(target=_serve, args=(self._listener, has_work), name="answers-for-device", daemon=True).start()
 
     def close(self) -> None:
-        """Answers no more."""
+        """Stops answering."""
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # ends the wait of the thread
         self._listener.close()
@@ -54,18 +54,18 @@ def _serve(listener: socket.socket, has_work: Callable[[], bool]) -> None:
             asked, _ = listener.accept()
         except OSError:
             return
-        with asked, contextlib.suppress(Exception):  # of a device in distress as well: no answer says nothing
+        with asked, contextlib.suppress(Exception):  # also errors of a broken device: the watchdog gets no answer then
             asked.sendall(_HAS_WORK if has_work() else _IS_IDLE)
 
 
 def has_work(path: Path) -> bool | None:
-    """What a rank answers for its device.
+    """Asks a rank about its device.
 
     Args:
-        path: Of the socket.
+        path: The path of the socket.
 
     Returns:
-        Whether the device has work left; ``None``: nobody answers.
+        Whether the device has work left; ``None`` if the rank does not answer.
     """
     with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
         client.settimeout(ANSWER_WITHIN_S)

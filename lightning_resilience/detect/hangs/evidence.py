@@ -1,4 +1,4 @@
-"""What is known of a rank that does not advance: plain data, gathered by the watchdog and judged by ``verdict``."""
+"""The evidence about a rank that does not advance: plain data that the watchdog collects and ``verdict`` judges."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Thread:
     Args:
         ident: ``threading.get_ident()``.
         is_main: Whether it is the main thread.
-        frames: Its Python stack, innermost frame first; empty for a thread that runs no Python code.
+        frames: The thread's Python stack, innermost frame first; empty for a thread that runs no Python code.
     """
 
     ident: int
@@ -38,12 +38,12 @@ class ProcessEvidence:
         pid: Process id on its node.
         state: ``running``, ``sleeping``, ``stopped`` (SIGSTOP), ``traced`` (a debugger holds it), ``uninterruptible``
             (waits in the kernel, mostly for storage), ``gone``.
-        cpu_s: CPU seconds that it used while it was watched.
-        watched_s: Over how many seconds.
+        cpu_s: CPU seconds that the process used while it was watched.
+        watched_s: How many seconds it was watched.
         written_bytes: Bytes that it wrote in that time (``wchar`` of ``/proc/PID/io``).
-        threads: Its stacks; empty where it could not leave any.
-        children_cpu_s: CPU seconds that the processes used that it has started.
-        device_works: Whether its device had work left before and after that; ``None``: nobody has answered for one.
+        threads: Its threads with their stacks; empty where the process could not write its stacks.
+        children_cpu_s: CPU seconds that its child processes used in that time.
+        device_works: Whether its device had work left both before and after that time; ``None``: no answer.
     """
 
     pid: int
@@ -64,17 +64,17 @@ class RankEvidence:
         rank: Its global rank.
         node: Its host.
         process: Its training process.
-        section: See ``progress.Section``; ``left``: it has left the fit (ended it, or raised).
+        section: See ``progress.Section``; ``left``: the rank has left the fit (ended it, or raised).
         step: ``trainer.global_step``.
-        position: The last boundary that it passed, see ``agreement_protocol.Position``.
-        seconds: Since its last progress.
-        timeout: How many seconds it may take.
-        answers: Whether a thread of it that needs no interpreter lock answers; ``None``: it could not be asked.
-        python_answers: Whether Python code in another thread of it answers; if that does not while ``answers`` is true,
-            something holds the interpreter lock. ``None``: it could not be asked.
-        collectives: What the Flight Recorders of its backends have recorded, as torch gives it, merged into one dump;
-            ``None``: nothing.
-        workers: Its child processes that load data.
+        position: The last boundary that the rank passed, see ``agreement_protocol.Position``.
+        seconds: How many seconds ago it last made progress.
+        timeout: How many seconds it may take to make progress.
+        answers: Whether a thread of the rank that needs no interpreter lock answers; ``None``: it could not be asked.
+        python_answers: Whether Python code in another thread of the rank answers. If this is false while ``answers`` is
+            true, something holds the interpreter lock. ``None``: it could not be asked.
+        collectives: The records of its backends' Flight Recorders in torch's format, merged into one dump; ``None``:
+            nothing was recorded.
+        workers: The rank's child processes that load data.
     """
 
     rank: int
@@ -91,15 +91,15 @@ class RankEvidence:
     workers: list[ProcessEvidence] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
-        """As plain types."""
+        """The evidence as plain types."""
         return asdict(self)
 
     @staticmethod
     def from_json(content: dict[str, Any]) -> RankEvidence:
-        """From :meth:`to_json`.
+        """Restores the evidence from the result of :meth:`to_json`.
 
         Raises:
-            KeyError, TypeError, ValueError: If it is something else.
+            KeyError, TypeError, ValueError: If ``content`` is no such result.
         """
         return RankEvidence(
             **{

@@ -1,15 +1,16 @@
-"""What torch's Flight Recorder has recorded on a rank, in one form for gloo and for NCCL.
+"""Reads the records of torch's Flight Recorder on a rank, in one form for gloo and for NCCL.
 
-Each backend has a recorder of its own, and :func:`merge` makes one dump of theirs. The format is that of
-``torch/csrc/distributed/c10d/FlightRecorder.hpp``, as JSON; its versions 2.7 to 2.10 (torch 2.13) differ only in keys
-that are not read here. Where the backends differ:
+Each backend has its own recorder, and :func:`merge` makes one dump of their dumps. The format is the JSON form of
+``torch/csrc/distributed/c10d/FlightRecorder.hpp``; its versions 2.7 to 2.10 (torch 2.13) differ only in keys that this
+module does not read. The backends differ as follows:
 
-- gloo's entries stay ``scheduled``; only ``retired`` says that one is done. It records no point-to-point
-  operation, and does not say who is in a group.
-- NCCL's entries say ``completed``; one that is ``retired`` and not completed has timed out. They are ``started`` only
-  with ``TORCH_NCCL_ENABLE_TIMING=1``; without it nothing is known of the device before an operation is done.
-- NCCL records what is coalesced operation by operation, and none of those ever changes its state; an entry of its own,
-  with the same number, follows them and stands for them all.
+- gloo's entries stay ``scheduled``; only ``retired`` shows that an operation is done. gloo records neither
+  point-to-point operations nor the members of a group.
+- NCCL's entries become ``completed``; an entry that is ``retired`` but not completed has timed out. They become
+  ``started`` only with ``TORCH_NCCL_ENABLE_TIMING=1``; without it nothing is known of the device before an operation is
+  done.
+- NCCL records each operation of a coalesced call separately, and never changes the state of these entries. One more
+  entry with the same number follows them and stands for all of them.
 
 Imports neither torch nor Lightning.
 """
@@ -34,17 +35,18 @@ class Collective:
     """One recorded operation of a process group.
 
     Args:
-        backend: ``gloo`` or ``nccl``; one group may have both, and each counts on its own.
+        backend: ``gloo`` or ``nccl``; one group may have both, and each backend counts its operations separately.
         group: The name of the group.
-        description: What the group is for, if that was given; ``default_pg`` is that of all ranks.
-        sequence: Its number within the group and backend; point-to-point operations have their own.
+        description: The purpose of the group, if that was given; ``default_pg`` is the group of all ranks.
+        sequence: Its number within the group and backend; point-to-point operations are counted separately.
         op: Such as ``all_reduce``.
-        sizes: Shapes of its inputs, or of its outputs if it has none.
-        dtypes: Their types.
+        sizes: Shapes of its inputs, or of its outputs if it has no inputs.
+        dtypes: Types of the same inputs or outputs.
         is_p2p: Whether it is a point-to-point operation.
-        state: ``queued``: known not to have begun on its device; ``running``: has begun, or that is not recorded.
+        state: ``done``; ``queued``: known not to have begun on its device; ``running``: has begun, or the start is not
+            recorded.
         members: The global ranks of the group; ``None``: unknown.
-        peers: For a point-to-point operation, whom it needs, as global ranks if the group's are known.
+        peers: For a point-to-point operation, the ranks it needs; global ranks if the members of the group are known.
     """
 
     backend: str
@@ -61,12 +63,12 @@ class Collective:
 
     @property
     def elements(self) -> int:
-        """How many elements it moves."""
+        """How many elements the operation moves."""
         return sum(math.prod(shape) for shape in self.sizes)
 
     @property
     def group_name(self) -> str:
-        """Readable name of the group."""
+        """The readable name of the group."""
         if self.description == "default_pg":
             return self.description
         description = f" ({self.description})" if self.description not in ("", "undefined") else ""
@@ -74,17 +76,17 @@ class Collective:
 
     @property
     def name(self) -> str:
-        """Readable name of the operation: ``all_reduce #57 of default_pg``."""
+        """The readable name of the operation: ``all_reduce #57 of default_pg``."""
         return f"{self.op} #{self.sequence} of {self.group_name}"
 
 
 def merge(dumps: Iterable[dict[str, Any] | None]) -> dict[str, Any] | None:
-    """One dump of those of all recorders of a rank; ``None`` if nothing was recorded.
+    """Merges the dumps of all recorders of a rank into one; ``None`` if nothing was recorded.
 
-    A recorder without a backend that writes into it answers as well, with a dump that has no entries.
+    The recorder of an unused backend answers as well, with a dump that has no entries.
 
     Args:
-        dumps: What the handlers of the worker server gave, parsed; ``None``: nothing.
+        dumps: The parsed answers of the worker server's handlers; ``None``: no answer.
     """
     merged: dict[str, Any] = {}
     config: dict[str, Any] = {}
@@ -94,17 +96,19 @@ def merge(dumps: Iterable[dict[str, Any] | None]) -> dict[str, Any] | None:
             continue
         merged |= dump
         entries += recorded
-        # gloo does not say who is in a group, and names none.
+        # gloo's dump records no members, and names no groups.
         config |= dump["pg_config"] if isinstance(dump.get("pg_config"), dict) else {}
     return {**merged, "pg_config": config, "entries": entries} if entries else None
 
 
 def shorten(dump: dict[str, Any], count: int) -> dict[str, Any]:
-    """The newest entries of each backend, and the newest of each of its groups: how far a rank has come in it.
+    """Shortens a dump to the newest entries of each backend and the newest entry of each group.
+
+    The newest entry of a group shows how far the rank has come in that group.
 
     Args:
-        dump: One, or several merged.
-        count: How many of each backend.
+        dump: One dump, or several merged ones.
+        count: How many entries of each backend to keep.
     """
     entries = dump.get("entries")
     if not isinstance(entries, list):
@@ -124,16 +128,16 @@ def shorten(dump: dict[str, Any], count: int) -> dict[str, Any]:
 
 
 def collectives(dump: dict[str, Any] | None) -> list[Collective]:
-    """The operations in a dump of the Flight Recorder, oldest first of each backend.
+    """The operations in a dump of the Flight Recorder, for each backend from the oldest to the newest.
 
     Args:
-        dump: One, or several merged. Entries that are not as expected are left out.
+        dump: One dump, or several merged ones. Entries that are not as expected are left out.
     """
     entries = dump.get("entries") if isinstance(dump, dict) else None
     if not isinstance(dump, dict) or not isinstance(entries, list):
         return []
     members = _members(dump.get("pg_config"))
-    timed = {  # the backends of which starts are recorded
+    timed = {  # the backends that record when operations start
         str(entry.get("profiling_name")).partition(":")[0]
         for entry in entries
         if isinstance(entry, dict) and entry.get("time_discovered_started_ns")
@@ -184,7 +188,7 @@ def _state(backend: str, entry: dict[str, Any], has_starts: bool) -> State:
 
 
 def _absorb(coalesced: Collective, found: list[Collective]) -> Collective:
-    """Removes the operations that an entry stands for from ``found``, and adds their peers to the entry."""
+    """Removes the operations for which an entry stands from ``found``, and adds their peers to the entry."""
     peers: list[int] = []
     while found and _key(found[-1]) == _key(coalesced):
         peers[:0] = found.pop().peers
@@ -196,7 +200,7 @@ def _key(collective: Collective) -> tuple[str, str, bool, int]:
 
 
 def _members(config: Any) -> dict[str, tuple[int, ...]]:
-    """The global ranks of every group that records them, by its name."""
+    """The global ranks of every group for which they are recorded, by the name of the group."""
     members = {}
     for name, group in config.items() if isinstance(config, dict) else ():
         try:

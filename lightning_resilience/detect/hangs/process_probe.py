@@ -1,6 +1,6 @@
-"""A rank probed from outside: what the kernel knows of it, its Python stacks, and what torch's worker server answers.
+"""Probes a rank from outside: the kernel's view of its process, its Python stacks, its torch worker server's answers.
 
-Nothing in here needs the help of the rank's main thread, and only the last question needs its interpreter lock.
+No probe needs the help of the rank's main thread, and only the last one (:data:`PYTHON`) needs its interpreter lock.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from lightning_resilience.detect.hangs.stacks import parse_stacks
 from lightning_resilience.run.deadlines import ANSWER_WITHIN_S, BUSY_OVER_S, STACKS_WITHIN_S, WRITES_OVER_S
 
 PYTHON = "dump_traceback"
-"""What the worker server does with the help of the interpreter. A handler of our own would crash the process at its
-end, when torch drops it after the interpreter has gone."""
+"""The worker server's handler that needs the interpreter. A handler of this package's own would crash the process at
+its end, because torch frees the handler after the interpreter has ended."""
 
-# gloo's and NCCL's. The first takes no arguments; the second refuses what it does not know, and leaves stacks out
-# anyhow: torch needs seconds to look up the names in the first ones.
+# The recorders of gloo and of NCCL. gloo's takes no arguments. NCCL's refuses arguments that it does not know, and
+# leaves out stacks in any case: torch needs seconds to look up the names in its first stacks.
 _RECORDERS = ("fr_trace_json", "dump_nccl_trace_json?includecollectives=true&onlyactive=false")
 
 _MAX_WORKERS_ASKED = 16
 
 
 class Usage(NamedTuple):
-    """What a process has used so far: CPU seconds, and bytes read and written."""
+    """What a process has used since its start: CPU seconds, and bytes read and written."""
 
     cpu_s: float = 0.0
     read_bytes: int = 0
@@ -46,21 +46,21 @@ class Usage(NamedTuple):
 
 
 def probe_process(about: dict[str, Any], path: Path, record: ProgressRecord | None, seconds: float) -> RankEvidence:
-    """What can be known of a rank of this node.
+    """Collects the evidence about a rank of this node.
 
     Args:
-        about: What it has registered.
-        path: Its files, without their endings.
-        record: Its progress.
-        seconds: Since it made any.
+        about: The rank's registration.
+        path: The path of the rank's files, without their endings.
+        record: The rank's progress record.
+        seconds: How many seconds ago it last made progress.
     """
     pid, main_thread = int(about["pid"]), int(about["main_thread"])
     worked = device_probe.has_work(path.with_suffix(".device"))
     began = time.monotonic()
     before = usage_of_tree(pid) if is_running(about) else {}
     state = _state(pid) if pid in before else "gone"
-    if before:  # before it is asked for anything: to answer takes CPU time, and its stacks are written
-        # The kernel counts what is written when the call returns, which may be late where storage is slow.
+    if before:  # measures before any question: an answer takes CPU time, and stacks are written to a file
+        # The kernel counts written bytes when the write call returns, which may be late where storage is slow.
         time.sleep(WRITES_OVER_S if record is not None and record.section == "checkpointing" else BUSY_OVER_S)
     after = usage_of_tree(pid) if before else {}
     watched_s = time.monotonic() - began
@@ -116,7 +116,7 @@ class _UnixConnection(http.client.HTTPConnection):
 
 
 def ask(path: Path, handler: str, timeout_s: float = ANSWER_WITHIN_S) -> bytes | None:
-    """What the worker server of a rank answers, or ``None`` if it does not."""
+    """The answer of a rank's worker server, or ``None`` if it does not answer."""
     connection = _UnixConnection(path.with_suffix(".socket"), timeout_s)
     try:
         connection.request("POST", f"/handler/{handler}")
@@ -145,7 +145,7 @@ def _state(pid: int) -> str:
 
 
 def usage(pid: int) -> Usage | None:
-    """What a process has used so far; ``None`` if it has gone."""
+    """What a process has used since its start; ``None`` if it has ended."""
     try:
         process = psutil.Process(pid)
         times = process.cpu_times()
@@ -159,7 +159,7 @@ def usage(pid: int) -> Usage | None:
 
 
 def usage_of_tree(pid: int) -> dict[int, Usage]:
-    """The same for a process and all its descendants; empty if it has gone."""
+    """The usage of a process and of each of its descendants, by process id; empty if the process has ended."""
     pids = [pid]
     with suppress(psutil.Error):
         pids += [child.pid for child in psutil.Process(pid).children(recursive=True)]
@@ -171,11 +171,11 @@ def _children_cpu_s(pid: int, used: Mapping[int, Usage]) -> float:
 
 
 def _stacks(pid: int, path: Path) -> str:
-    """Has a process write its stacks into the file of its rank, and returns them."""
+    """Makes a process write its stacks into the file of its rank, and returns them."""
     file = path.with_suffix(".stacks")
     if not _handles(pid, STACKS_SIGNAL) or not file.exists():
         return ""
-    with suppress(OSError):  # the process or its files go away: there is what else is known of it, and of other ranks
+    with suppress(OSError):  # the process ends or its files vanish: the rest of the evidence still counts
         before = file.stat().st_size
         with suppress(ProcessLookupError):
             os.kill(pid, STACKS_SIGNAL)
@@ -191,12 +191,12 @@ def _stacks(pid: int, path: Path) -> str:
 
 
 def _handles(pid: int, signum: int) -> bool:
-    """Whether a process has a handler for a signal: one without would be killed by it."""
+    """Whether a process has a handler for a signal: the signal would kill a process without a handler."""
     return has_signal(pid, signum, "SigCgt:")
 
 
 def _workers(pid: int, path: Path, main_thread: int) -> list[ProcessEvidence]:
-    """The rank's data-loader workers: its children that have inherited the handler for stacks."""
+    """The rank's data-loader workers: its child processes that have inherited the handler that writes stacks."""
     found = []
     with suppress(psutil.Error):
         for child in psutil.Process(pid).children(recursive=True)[:_MAX_WORKERS_ASKED]:

@@ -1,8 +1,8 @@
-"""What a rank leaves for the watchdog of its node, so that it can be probed when it does not advance.
+"""The rank's side of the watchdog: what a rank provides so that the watchdog can probe it when it does not advance.
 
-In a folder of node memory that only this user may enter: the record of its progress; a file into which it writes the
-Python stacks of all its threads on a signal; a socket at which torch's worker server answers; and its registration. All
-of this works while the main thread is stuck, and while a thread holds the interpreter lock.
+The rank provides it in a folder of node memory that only this user may enter: its progress record; a file into which it
+writes the Python stacks of all its threads on a signal; a socket at which torch's worker server answers; and its
+registration. All of this works while the main thread is stuck, and while a thread holds the interpreter lock.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ log = logging.getLogger(__name__)
 _FIRST_REAL_TIME_SIGNAL = getattr(signal, "SIGRTMIN", 34)  # schedulers, launchers and libraries leave these alone
 
 STACKS_SIGNAL: int = _FIRST_REAL_TIME_SIGNAL + 9
-"""On this signal a rank writes its stacks."""
+"""The signal on which a rank writes its stacks."""
 
 EXIT_SIGNAL: int = exit_codes.HUNG
-"""On this signal a rank ends, in any state."""
+"""The signal on which a rank ends, in any state."""
 
 _SOCKET_PATH_MAX = 107  # bytes, sockaddr_un
 _SERVES_WITHIN_S = 5.0
 
 
 def own_directories() -> list[Path]:
-    """The folders for this user in node memory, best first; each node of each attempt has one in the first that works.
+    """The folders of this user in node memory, the preferred one first; they need not exist.
 
-    They need not exist.
+    Each node of each attempt has a folder in the first of them that works.
     """
     return [Path(base) / f"lightning-resilience-{os.getuid()}" for base in ("/dev/shm", tempfile.gettempdir())]
 
@@ -57,23 +57,23 @@ def node_directory(token: str, node_rank: int) -> Path:
     """The folder in which the ranks of one node and their watchdog meet.
 
     Args:
-        token: Of the attempt that owns the run; all ranks have the same.
-        node_rank: Tells two nodes on one host apart.
+        token: The token of the attempt that owns the run; all ranks have the same.
+        node_rank: Distinguishes two nodes on one host.
 
     Raises:
-        OSError: If there is no place for it.
+        OSError: If no place for the folder can be used.
     """
     return node_folder(f"{token[:12]}-{node_rank}")
 
 
 def node_folder(name: str) -> Path:
-    """A folder in the first of :func:`own_directories` that works.
+    """Creates a folder in the first of :func:`own_directories` that works.
 
     Args:
-        name: Its name.
+        name: The folder's name.
 
     Raises:
-        OSError: If there is no place for it.
+        OSError: If no place for the folder can be used.
     """
     for own in own_directories():
         with contextlib.suppress(OSError):
@@ -88,7 +88,7 @@ def node_folder(name: str) -> Path:
 
 
 def pids(directory: Path) -> list[int]:
-    """The processes of all ranks that have registered in ``directory``."""
+    """The process ids of all ranks that have registered in ``directory``."""
     records = [read_json(path) for path in directory.glob("rank-*.json")]
     return [int(record["pid"]) for record in records if record is not None]
 
@@ -100,11 +100,11 @@ def describe_rank(
 
     Args:
         run_dir: The run directory.
-        fit: Number of the fit; ``None``: before the first.
-        token: Of the attempt.
-        nodes: How many nodes there are.
-        world_size: How many ranks there are.
-        is_started_again: Whether a launcher restarts ranks that were ended.
+        fit: Number of the fit; ``None``: before the first fit.
+        token: The token of the attempt.
+        nodes: The number of nodes.
+        world_size: The number of ranks.
+        is_started_again: Whether a launcher restarts ranks after they were ended.
     """
     return {
         "run_dir": str(run_dir),
@@ -120,17 +120,18 @@ def describe_rank(
 
 
 class RankProbe:
-    """The rank's side.
+    """What a rank provides for its watchdog: progress record, stacks, worker server and registration.
 
     Args:
         directory: See :func:`node_directory`.
         rank: Global rank.
         timeouts: Seconds by section, for :class:`Progress`.
         about: See :func:`describe_rank`.
-        is_workers: Whether it begins with a launched worker, in section ``start``, and stays for all of its fits.
+        is_workers: Whether the probe belongs to a launched worker: it then begins in section ``start``, before the
+            first fit, and stays for all fits of the worker.
 
     Raises:
-        OSError: If node memory is full or cannot be written; no signal is handled and nothing serves then.
+        OSError: If node memory is full or cannot be written; then no signal is handled and no server runs.
     """
 
     def __init__(
@@ -150,7 +151,7 @@ class RankProbe:
         self._path = directory / f"rank-{rank:05d}"
         self.progress_path = self._path.with_suffix(".progress")
         self._failed_path = self._path.with_suffix(".failed")
-        self._failed_path.unlink(missing_ok=True)  # of an earlier fit
+        self._failed_path.unlink(missing_ok=True)  # an earlier fit may have left it
         self.progress = Progress(self.progress_path, timeouts)
         self.progress.enter("start" if is_workers else "setup")
         self._stacks = open(self._path.with_suffix(".stacks"), "ab", buffering=0)
@@ -163,12 +164,12 @@ class RankProbe:
                 self._server = _start_worker_server(self._path.with_suffix(".socket"))
             self._register()
         except BaseException:
-            time_account.OF_PROCESS.unshare()  # the fit records it
+            time_account.OF_PROCESS.unshare()  # without a watchdog the fit records the account
             self.close()
             raise
         _open.add(self)
         terminal_input.watch()
-        if is_workers:  # it stays to the end of the process, where a server that is left logs an error
+        if is_workers:  # it stays until the process ends, where a server that still runs logs an error
             atexit.register(self._end_server)
 
     def _register(self) -> None:
@@ -176,17 +177,17 @@ class RankProbe:
             **self._about,
             **describe_process(),
             "rank": self.rank,
-            "main_thread": threading.get_ident(),  # that of the fit
+            "main_thread": threading.get_ident(),  # the thread that runs the fit
             "has_server": self._server is not None,
         }
         write_json(self._path.with_suffix(".json"), registration)
 
     def begin_fit(self, timeouts: Mapping[Section, float], about: dict[str, Any]) -> None:
-        """A launched worker, which is watched already, begins a fit.
+        """Begins a fit of a launched worker, which is watched already.
 
         Args:
-            timeouts: As for the first.
-            about: As for the first; of the token, all nodes keep the one with which they have begun.
+            timeouts: Seconds by section.
+            about: See :func:`describe_rank`. Its token is ignored: all nodes keep their first token.
 
         Raises:
             OSError: If node memory is full or cannot be written.
@@ -199,17 +200,17 @@ class RankProbe:
         self.progress.begin(timeouts)
 
     def answer_for_device(self, has_work: Callable[[], bool]) -> None:
-        """From here to the end of the fit tells the watchdog whether the device has work left.
+        """Answers the watchdog, until the end of the fit, whether the device has work left.
 
         Args:
-            has_work: Asks it; called in another thread.
+            has_work: Asks the device; called in another thread.
         """
         self._answer_no_more()
-        with contextlib.suppress(OSError):  # a path that is too long has been said of the worker server
+        with contextlib.suppress(OSError):  # for a path that is too long, the worker server has logged a warning
             self._device = DeviceAnswers(self._path.with_suffix(".device"), has_work)
 
     def end_fit(self) -> None:
-        """The rank leaves the fit."""
+        """Records that the rank leaves the fit. The probe of a worker returns to section ``start``, others close."""
         self._answer_no_more()
         if self._is_workers:
             self.progress.timeouts["start"] = self._start_timeout  # the launcher's, whatever held for the fit
@@ -218,23 +219,23 @@ class RankProbe:
             self.close()
 
     def handle_signals(self) -> None:
-        """Handles the watchdog's signals; again after other code has restored the handlers of before."""
+        """Handles the watchdog's signals; call it again after other code has restored earlier handlers."""
         faulthandler.unregister(STACKS_SIGNAL)
-        # What holds again after the fit: by default these signals end a process, and the watchdog's may come late.
+        # Ignores them after the fit: by default these signals end a process, and the watchdog may send one late.
         for signum in (STACKS_SIGNAL, EXIT_SIGNAL):
             _set_c_handler(signum, _C_SIG_IGN)
-        # A C handler: it needs no interpreter lock, and restarts the system call that it interrupts.
+        # faulthandler's handler is in C: it needs no interpreter lock, and restarts the interrupted system call.
         faulthandler.register(STACKS_SIGNAL, file=self._stacks, all_threads=True)
-        # No handler in Python would run in a rank that is stuck. C's is called with the signal's number, the exit code.
+        # A Python handler would not run in a stuck rank. C's `_exit` gets the signal's number, which is the exit code.
         _set_c_handler(EXIT_SIGNAL, ctypes.cast(ctypes.CDLL(None)._exit, ctypes.c_void_p))
 
     def fail(self) -> None:
-        """The fit has failed on this rank: its peers may not notice."""
+        """Records for the watchdog that the fit has failed on this rank, since the other ranks may not notice."""
         with contextlib.suppress(OSError):
             self._failed_path.touch()
 
     def close(self) -> None:
-        """The rank leaves the fit and is not watched any more."""
+        """Ends the watching of this rank, which leaves the fit."""
         _open.discard(self)
         terminal_input.leave()
         if time_account.OF_PROCESS.is_shared:
@@ -259,11 +260,11 @@ class RankProbe:
 
 
 _open: set[RankProbe] = set()
-"""Those of this process: none or one."""
+"""The open probe of this process, if any."""
 
 
 def probe_of_worker() -> RankProbe | None:
-    """That of this launched worker, if it has one."""
+    """The probe of this launched worker, if it has one."""
     return next((each for each in _open if each._is_workers and each.pid == os.getpid()), None)
 
 
@@ -284,10 +285,10 @@ def _set_c_handler(signum: int, handler: ctypes.c_void_p) -> None:
 
 
 def _start_worker_server(path: Path) -> Any | None:
-    """The worker server of torch at a UNIX socket; its C++ threads answer whatever the interpreter does."""
+    """Starts torch's worker server at a UNIX socket; its C++ threads answer whatever the interpreter does."""
     try:
         from torch._C._distributed_c10d import _WorkerServer
-    except ImportError:  # a torch built without distributed, or without it
+    except ImportError:  # this torch was built without distributed, or has no such server
         log.warning("This torch has no worker server: a hang is diagnosed without collectives.")
         return None
     if len(os.fsencode(path)) > _SOCKET_PATH_MAX:
@@ -305,7 +306,7 @@ def _start_worker_server(path: Path) -> Any | None:
 
 
 def _await_answer(path: Path) -> None:
-    """Returns when a worker server serves: before its thread does, its shutdown never returns."""
+    """Waits until a worker server serves: a shutdown before its thread serves would never return."""
     with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as client:
         client.settimeout(_SERVES_WITHIN_S)
         client.connect(os.fspath(path))
@@ -316,10 +317,10 @@ def _await_answer(path: Path) -> None:
 
 @contextlib.contextmanager
 def _without_stderr() -> Iterator[None]:
-    """The server announces its start and its end as warnings, and every rank has one."""
+    """Discards stderr for the block: each rank's server would announce its start and its end there as warnings."""
     try:
         saved = os.dup(2)
-    except OSError:  # there is none
+    except OSError:  # the process has no stderr
         yield
         return
     nowhere = os.open(os.devnull, os.O_WRONLY)

@@ -1,4 +1,4 @@
-"""Python stacks as ``faulthandler`` writes them, and the place in a stack that explains a hang.
+"""Reads Python stacks that ``faulthandler`` has written, and finds the place in a stack that explains a hang.
 
 Imports neither torch nor Lightning.
 """
@@ -12,8 +12,8 @@ from pathlib import Path
 
 from lightning_resilience.detect.hangs.evidence import Frame, Thread
 
-# `Stack` heads a dump of one thread only, which is all that a free-threaded interpreter can give. Python 3.14 names the
-# thread. Not anchored at its start: a dump that was torn off has no line end, and the next one follows it immediately.
+# `Stack` begins a dump of a single thread; a free-threaded interpreter can give no more. Python 3.14 adds the thread's
+# name. Not anchored at its start: a truncated dump has no line end, and the next dump follows it immediately.
 _HEADER = re.compile(
     r"(?:(?:Current thread|Thread) 0x(?P<ident>[0-9a-f]+)(?: \[.*\])?|Stack) \(most recent call first\):$"
 )
@@ -24,7 +24,7 @@ _STANDARD = re.compile(r"^(?:.*/lib/python3\.[0-9]+t?/(?P<path>(?!site-packages/
 _FRAMEWORK = frozenset(
     {"torch", "torchdata", "lightning", "lightning_fabric", "pytorch_lightning", "lightning_resilience"}
 )
-_STOPWATCH = "lightning_resilience/detect/hangs/comm_wait.py"  # around every wait of Python code
+_STOPWATCH = "lightning_resilience/detect/hangs/comm_wait.py"  # wraps every wait of Python code
 _HERE = str(Path(__file__).absolute().parents[3]) + os.sep
 
 
@@ -32,13 +32,13 @@ def parse_stacks(text: str, main_ident: int) -> list[Thread]:
     """The threads of a process, from what ``faulthandler`` wrote for Python 3.10 to 3.14.
 
     Args:
-        text: One dump, or several one after another, of which the last one that reaches the main thread counts: one
-            that was torn off mostly lacks it, because ``faulthandler`` writes the newest thread first.
+        text: One dump, or several dumps one after another. The last dump with the main thread counts: a truncated dump
+            mostly lacks this thread, because ``faulthandler`` writes the newest thread first.
         main_ident: ``threading.main_thread().ident`` of the process.
 
     Returns:
-        Its threads in the order of the dump, or an empty list if the text holds none. What is not part of a stack is
-        ignored, such as the C stack that Python 3.14 adds.
+        The threads in the order of the dump, or an empty list if the text holds none. Text that is not part of a Python
+        stack is ignored, such as the C stack that Python 3.14 adds.
     """
     dumps = [threads for threads in _dumps(text, main_ident) if threads]
     whole = [threads for threads in dumps if any(thread.is_main for thread in threads)]
@@ -49,7 +49,7 @@ def _dumps(text: str, main_ident: int) -> Iterator[list[Thread]]:
     threads: list[Thread] = []
     frames: list[Frame] | None = None
     after_blank = False
-    # A last line without its end may have lost any part of itself.
+    # A last line without a line end may be incomplete.
     for line in text.split("\n")[:-1]:
         if (header := _HEADER.search(line)) is not None:
             if not after_blank:  # within a dump, an empty line goes before every thread but the first
@@ -64,14 +64,14 @@ def _dumps(text: str, main_ident: int) -> Iterator[list[Thread]]:
             found = Frame(file=frame["file"] or "???", line=number, function=frame["function"])
             if short_path(found) != _STOPWATCH:
                 frames.append(found)
-        elif not line.startswith("  "):  # the C stack, or output of something else; "..." stands for further frames
+        elif not line.startswith("  "):  # the C stack, or other output; "  ..." stands for further frames
             frames = None
         after_blank = not line
     yield threads
 
 
 def short_path(frame: Frame) -> str:
-    """The file of a frame: from its package on if it is installed, relative to the standard library, or its name."""
+    """The file of a frame: from its package on if installed, relative to the standard library, or the file name."""
     if (installed := _INSTALLED.match(frame.file)) is not None:
         return installed["path"]
     if frame.file.startswith(_HERE + "lightning_resilience" + os.sep):
@@ -87,7 +87,7 @@ def is_standard(frame: Frame) -> bool:
 
 
 def is_own(frame: Frame) -> bool:
-    """Whether a frame is the user's own: in none of torch, Lightning, this package and the standard library."""
+    """Whether a frame is in the user's own code: not in torch, Lightning, this package or the standard library."""
     if is_standard(frame):
         return False
     path = short_path(frame)
@@ -100,7 +100,7 @@ def show(frame: Frame) -> str:
 
 
 def inner(frames: Sequence[Frame]) -> Sequence[Frame]:
-    """The frames of a process itself: a forked child carries the stack of the parent that forked it."""
+    """The frames of a process without its parent's: a forked child's stack contains these."""
     for index, frame in enumerate(frames):
         if frame.function == "_bootstrap" and short_path(frame) == "multiprocessing/process.py":
             return frames[:index]
@@ -108,9 +108,9 @@ def inner(frames: Sequence[Frame]) -> Sequence[Frame]:
 
 
 def place(frames: Sequence[Frame]) -> str:
-    """Readable place of a stack: the innermost frame of the user's code, and what that called in a library.
+    """The readable place of a stack: the innermost frame of the user's code, and the library function that it called.
 
-    A C function has no frame: a ``time.sleep`` shows as the function that calls it.
+    A C function has no frame: ``time.sleep`` shows as the function that calls it.
 
     Args:
         frames: The stack, innermost frame first.
@@ -126,6 +126,6 @@ def place(frames: Sequence[Frame]) -> str:
     within = frames[:own]
     if not within:
         return ""
-    # A wait ends in some lock or socket of the standard library; its caller is more telling.
+    # A wait ends in a lock or socket of the standard library; the function that calls it explains more.
     called = next((frame for frame in within if not is_standard(frame)), within[0])
     return show(called) if own is None else f"{show(called)} called from {show(frames[own])}"

@@ -1,4 +1,4 @@
-"""Shows on the stack that a rank waits for input of a user: ``input`` is in C, and leaves no frame there.
+"""Makes it visible in a stack that a rank waits for a user's input: ``input`` is in C, and has no frame.
 
 Imports neither torch nor Lightning.
 """
@@ -17,7 +17,7 @@ def _wait(*args: object) -> str:
 
 
 def watch() -> None:
-    """Replaces ``input``."""
+    """Replaces ``input`` by a Python function."""
     global _input
     if _input is None:
         _input, builtins.input = builtins.input, _wait

@@ -1,4 +1,4 @@
-"""How long a rank may take from one sign of progress to the next: configured, or calculated from measured times.
+"""The timeouts of a rank from one sign of progress to the next, configured or calculated from measured times.
 
 Calculated timeouts are kept in ``ft_state.json`` for the next job:
 
@@ -6,8 +6,8 @@ Calculated timeouts are kept in ``ft_state.json`` for the next job:
 {
   "fits": {
     "0": {                                            one entry for every fit of the script
-      "calculated": {"setup": 95.0, "step": 30.0},    seconds; a section that is missing has what is configured
-      "layout": {"nodes": 1, "world_size": 8, ...},   what they hold for
+      "calculated": {"setup": 95.0, "step": 30.0},    seconds; a missing section has its configured timeout
+      "layout": {"nodes": 1, "world_size": 8, ...},   the layout for which they were measured
       "time": "2026-01-31T12:00:00+01:00"
     }
   },
@@ -38,14 +38,15 @@ SECTION_TIMEOUTS_VARIABLE = "LIGHTNING_RESILIENCE_SECTION_TIMEOUTS"
 :meth:`SectionTimeouts.parse`."""
 
 SAFETY_FACTOR = 5.0
-"""A calculated timeout is that many times the longest time seen (NVRx's default)."""
+"""A calculated timeout is this many times the longest measured time (NVRx's default)."""
 
 MIN_CALCULATED_S = 30.0
-"""No calculated timeout is shorter, but for a section that is configured to be: five times a step of 10 ms is less than
-one hiccup of shared storage."""
+"""The shortest calculated timeout in seconds, unless the section's configured timeout is shorter: five times a step of
+10 ms is less than one hiccup of shared storage."""
 
 MIN_TRAIN_ITERATIONS = 16
-"""Training batches after which the longest of them counts for the rest (NVRx's and Megatron-Bridge's)."""
+"""The number of training batches from which on the longest one is used for a timeout (as in NVRx and
+Megatron-Bridge)."""
 
 _SECTIONS: tuple[Section, ...] = ("setup", "step", "validation", "checkpointing", "out_of_section", "start")
 _NO_LIMIT = ("none", "null")  # NVRx's spellings
@@ -56,21 +57,22 @@ _VERSION = 1
 class SectionTimeouts:
     """Seconds that a rank may spend in a section without a sign of progress. The defaults are Megatron-Bridge's.
 
-    That of ``start`` is Megatron-Bridge's for ``setup``, which begins with the process there.
+    The default of ``start`` is Megatron-Bridge's for ``setup``, which there begins with the process.
 
     Args:
         setup: From the beginning of the fit to the end of the first batch; ``None``: no limit.
         step: A whole training batch; ``None``: no limit.
         checkpointing: A save, or waiting for one in the background; ``None``: no limit.
         out_of_section: Everything else; ``None``: no limit.
-        validation: A whole validation batch; ``None``: what is configured for ``step``, even when ``step`` has been
+        validation: A whole validation batch; ``None``: the configured timeout of ``step``, even when ``step`` has been
             calculated, because the first validation may take longer than a training batch.
-        start: In which neither the process of a launched rank nor any that it has started does anything, from its first
-            line to ``setup`` of the first fit, and after a fit; ``None``: no limit.
-        calculated: Timeouts that hold instead of the configured ones where these are a limit, see :func:`calculate`.
+        start: The time in which neither the process of a launched rank nor any of its child processes does anything,
+            from the script's first line to ``setup`` of the first fit, and after a fit; ``None``: no limit.
+        calculated: Timeouts by section that replace the configured ones, unless ``None`` is configured, see
+            :func:`calculate`.
 
     Raises:
-        ValueError: If a timeout is no positive number, or a calculated one is none of a section.
+        ValueError: If a timeout is not a positive number, or ``calculated`` names an unknown section.
     """
 
     setup: float | None = 600.0
@@ -100,11 +102,11 @@ class SectionTimeouts:
 
     @staticmethod
     def of(value: SectionTimeouts | Mapping[str, Any] | str) -> SectionTimeouts:
-        """The timeouts that an option gives: as such, by name of the section, or as :meth:`parse` reads them.
+        """The timeouts that an option gives: an instance, a mapping by section, or a text for :meth:`parse`.
 
         Raises:
-            TypeError: If it is none of these.
-            ValueError: If a section is unknown, or a timeout is no positive number.
+            TypeError: If the value is none of these.
+            ValueError: If a section is unknown, or a timeout is not a positive number.
         """
         if isinstance(value, SectionTimeouts):
             return value
@@ -123,10 +125,10 @@ class SectionTimeouts:
         """Reads ``setup:600,step:180,checkpointing:420,out_of_section:300``, as NVRx writes it.
 
         Args:
-            text: ``NAME:SECONDS`` pairs; ``none`` for ``None``. What is left out keeps its default.
+            text: ``NAME:SECONDS`` pairs; ``none`` for ``None``. A section that is left out keeps its default.
 
         Raises:
-            ValueError: If a section is unknown or named twice, or a timeout is no positive number.
+            ValueError: If a section is unknown or named twice, or a timeout is not a positive number.
         """
         timeouts: dict[str, float | None] = {}
         for pair in filter(None, map(str.strip, text.split(","))):
@@ -143,21 +145,21 @@ class SectionTimeouts:
         return SectionTimeouts(**timeouts)  # type: ignore[arg-type]  # the names have been checked
 
     def __str__(self) -> str:
-        """What holds, as :meth:`parse` reads it: its inverse, as long as nothing has been calculated."""
+        """The timeouts in force, in the form that :meth:`parse` reads; its inverse if nothing has been calculated."""
         limits = self.by_section()
         if self.validation is None and limits["validation"] == limits["step"]:
             del limits["validation"]
         if self.start == SectionTimeouts.start:
-            del limits["start"]  # it is of the launch, and no section of a fit
+            del limits["start"]  # it concerns the launch, and no section of a fit
         shown = {name: "none" if limit == math.inf else str(limit) for name, limit in limits.items()}
         return ",".join(f"{name}:{limit.removesuffix('.0')}" for name, limit in shown.items())
 
     def by_section(self) -> dict[Section, float]:
-        """What holds for each section: seconds, or infinity where there is no limit."""
+        """The timeout in force for each section: seconds, or infinity where there is no limit."""
         configured = {name: getattr(self, name) for name in _SECTIONS}
         if self.validation is None:
             configured["validation"] = self.step
-        # Who wants no limit gets none by calculation either.
+        # A section that is configured to have no limit gets no calculated limit either.
         return {
             name: math.inf if value is None else self.calculated.get(name, value) for name, value in configured.items()
         }
@@ -182,15 +184,15 @@ def selectable(
     saves_in_background: bool,
     is_end: bool,
 ) -> set[Section]:
-    """The sections of which enough has been seen for :func:`calculate`, as NVRx and Megatron-Bridge have it.
+    """The sections that have been measured enough for :func:`calculate`, by the rules of NVRx and Megatron-Bridge.
 
     Args:
-        has_loaded: Whether the set-up has loaded a checkpoint: one that has not is shorter than the next one.
+        has_loaded: Whether the setup has loaded a checkpoint: a setup without loading is shorter than the next setup.
         train_iterations: Training batches in this process.
         has_validated: Whether a whole validation has been seen.
         has_saved: Whether a checkpoint has been saved.
-        saves_in_background: Whether saves are asynchronous: the time of one that was not waited for is not known.
-        is_end: Whether the fit is ending. What is out of section is known only when all of it has been seen.
+        saves_in_background: Whether saves are asynchronous: the time of a save that nothing waited for is not known.
+        is_end: Whether the fit is ending. The longest time out of section is known only at the end of the fit.
     """
     found: set[Section] = set()
     if has_loaded:
@@ -209,18 +211,19 @@ def selectable(
 def calculate(
     current: SectionTimeouts, longest: Mapping[Section, float], selected: Collection[Section]
 ) -> SectionTimeouts:
-    """Timeouts from what sections have really taken, as NVRx calculates them, but with a minimum.
+    """Calculates timeouts from the measured times of the sections, as NVRx does, but with a minimum.
 
-    A timeout is :data:`SAFETY_FACTOR` times the longest time, at least :data:`MIN_CALCULATED_S`, or what is configured
-    where that is shorter. One that had been calculated before is merged with it by their mean (NVRx's moving average
-    with a weight of 0.5), so that the effect of a single slow day fades. At least half of the factor, 2.5 times the
-    longest time seen now, is left. Whole seconds, rounded up, so that calculating again from the same times converges.
+    A timeout is :data:`SAFETY_FACTOR` times the longest time. If the section already had a calculated timeout, the new
+    one is the mean of both (NVRx's moving average with a weight of 0.5), so that the effect of a single slow day fades;
+    it is still at least half the factor, 2.5 times the longest time measured now. A timeout is at least
+    :data:`MIN_CALCULATED_S`, or the configured timeout if that is shorter. It is rounded up to whole seconds, so that
+    repeated calculation from the same times converges.
 
     Args:
-        current: What holds now.
+        current: The timeouts in force.
         longest: Longest time from one sign of progress to the next in seconds, over all ranks.
-        selected: The sections to calculate, see :func:`selectable`. One that has no time in ``longest``, and every
-            other section, keeps what it has.
+        selected: The sections to calculate, see :func:`selectable`. A section without a time in ``longest``, and every
+            other section, keeps its timeout.
     """
     calculated = dict(current.calculated)
     for name in selected:
@@ -236,14 +239,13 @@ def calculate(
 
 
 def save(path: str | os.PathLike[str], fit: int, timeouts: SectionTimeouts, layout: Mapping[str, Any]) -> None:
-    """Keeps what has been calculated. A crash at any instant leaves the old file or the new one.
+    """Writes calculated timeouts to a file. A crash at any instant leaves the old file or the new one.
 
     Args:
-        path: The file; the entries of other fits in it are kept, and a file that :func:`load` would ignore is replaced.
+        path: The file. The entries of other fits in it are kept; a file that :func:`load` would ignore is replaced.
         fit: Number of the fit in the script.
-        timeouts: Whose calculated timeouts are to be kept.
-        layout: What they hold for, such as the world size: strings and numbers on which it depends how long a section
-            takes.
+        timeouts: The timeouts whose calculated part is written.
+        layout: The strings and numbers on which the duration of a section depends, such as the world size.
 
     Raises:
         OSError: If the file cannot be written.
@@ -264,17 +266,17 @@ def save(path: str | os.PathLike[str], fit: int, timeouts: SectionTimeouts, layo
 def load(
     path: str | os.PathLike[str], fit: int, layout: Mapping[str, Any], configured: SectionTimeouts
 ) -> tuple[SectionTimeouts | None, str | None]:
-    """The timeouts that an earlier job has calculated, or why they are ignored.
+    """Reads the timeouts that an earlier job has calculated.
 
     Args:
         path: The file.
         fit: Number of the fit in the script.
-        layout: What they must hold for.
-        configured: What holds for sections that have not been calculated.
+        layout: The present layout; timeouts of another layout are ignored.
+        configured: The configured timeouts, which hold for sections that have not been calculated.
 
     Returns:
-        The timeouts and ``None``; ``None`` and why the file is ignored; or ``None`` twice if there is no file, or
-        nothing about this fit in it.
+        The timeouts and ``None``; or ``None`` and the reason why the file is ignored; or ``None`` twice if there is no
+        file, or no entry for this fit in it.
     """
     try:
         entry = _read_fits(path).get(str(fit))
@@ -293,8 +295,8 @@ def _read_fits(path: str | os.PathLike[str]) -> dict[str, Any]:
     """The entries by number of the fit, not validated.
 
     Raises:
-        OSError: If the file cannot be read, or is not there.
-        ValueError: If it is none of ours, with the reason.
+        OSError: If the file cannot be read, or does not exist.
+        ValueError: If this package did not write the file, or another version did; with the reason.
     """
     try:
         content = json.loads(Path(path).read_bytes())
@@ -310,7 +312,7 @@ def _read_fits(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def _timeouts_of(entry: object, layout: Mapping[str, Any], configured: SectionTimeouts) -> SectionTimeouts:
-    """The timeouts in an entry; ``ValueError`` with the reason if they cannot be used."""
+    """The timeouts in an entry; raises ``ValueError`` with the reason if they cannot be used."""
     calculated, found = (entry.get("calculated"), entry.get("layout")) if isinstance(entry, dict) else (None, None)
     if not isinstance(calculated, dict) or not isinstance(found, dict):
         raise ValueError("The entry of this fit is damaged.")

@@ -1,16 +1,16 @@
-"""Which ranks hang, and how, judged by the evidence of all ranks. It reads nothing itself.
+"""Judges from the evidence of all ranks which ranks hang, and how. This module reads nothing itself.
 
-A hang stops every rank, because all of them soon wait for the one that does not come. So the question is which ranks
-wait for which:
+A hang stops every rank, because all ranks soon wait for the hanging one. So the question is which ranks wait for which:
 
-- A rank with a collective under way waits for the members of the group that have not entered it; if all have, and one
-  of their devices is known to be behind, for that.
+- A rank with a collective under way waits for the members of the group that have not entered this collective. If all
+  members have entered it, the rank waits for those whose device is known to be behind.
 - A rank that waits in a store, in a barrier that no backend records, or in the agreement waits for the ranks whose last
-  boundary is behind its own; if there is none, for those that do not wait.
+  boundary is before its own. If there is no such rank, it waits for the ranks that do not wait.
 
-Culprits are the ranks that are dead or stopped; then those that others wait for and that do not wait. If there is none,
-the ranks wait in a circle, because one of them has called another collective than the others, or has left one out: the
-odd one out is the culprit, and where there is none, all are.
+The culprits are the ranks that are dead or stopped. Without such ranks, they are the ranks that others wait for and
+that do not wait themselves. If there are none of these either, the ranks wait in a circle, because one rank has called
+another collective than the other ranks, or has left a collective out. The odd one out is the culprit; if no rank is
+odd, the ranks that most others wait for are the culprits.
 
 Imports neither torch nor Lightning.
 """
@@ -43,24 +43,25 @@ Kind = Literal[
     "outside",
     "unknown",
 ]
-"""The state of a rank. ``mismatch``: it called another collective than its peers; ``unfinished``: all have
-entered the collective that it is in; ``left``: it has left the fit; ``outside``: before or after a fit, it may wait for
-something that is no rank; ``unknown``: there is no evidence of it."""
+"""The state of a rank. ``mismatch``: it called another collective than its peers; ``unfinished``: it is in a collective
+that all its ranks have entered; ``left``: it has left the fit; ``outside``: it is before or after a fit, and may wait
+for something other than a rank; ``unknown``: there is no evidence about it."""
 
 _BROKEN: frozenset[Kind] = frozenset({"dead", "stopped"})
 _EXCUSED: frozenset[Kind] = frozenset({"debugged", "slow_checkpoint", "outside"})
 _MAY_BE_SLOW: frozenset[Kind] = frozenset({"stuck", "gil_held", "data_loader"})
-"""What a rank looks like that does much between two signs of progress."""
+"""The states of a rank that may merely do much work between two signs of progress."""
 
 _WRITES_FROM = 1e6  # bytes per second: less may be a log
-_BUSY_FROM = 0.2  # of one CPU: on a busy machine a process gets no more
+_BUSY_FROM = 0.2  # of one CPU: on a busy machine a process may get no more
 _MAX_CLAUSES = 4
 _ALONE = 6
-"""How many times its limit a rank outside of a fit may take if no other is seen to wait for it: it may wait for
-something that is no rank, such as data. With the default an hour, NVRx's limit to the first heartbeat."""
+"""How many times its limit a rank outside of a fit may take if no other rank is seen to wait for it: it may wait for
+something other than a rank, such as data. With the default limit this is one hour, NVRx's limit for the first
+heartbeat."""
 
 _AGREEMENT = "lightning_resilience/agreement.py"
-# Where Python code waits for other ranks without a record of the Flight Recorder.
+# Files in which Python code waits for other ranks without a record of the Flight Recorder.
 _WAITING = frozenset(
     {
         _AGREEMENT,
@@ -75,9 +76,9 @@ _WAITING = frozenset(
 _WRAPPERS = frozenset({"torch/_ops.py", "torch/distributed/c10d_logger.py"})
 _DATA_LOADERS = ("torch/utils/data/", "torchdata/")
 _DEBUGGERS = ("pdb.py", "bdb.py", "debugpy/", "ipdb/", "pydevd", "_pydevd")
-# Where Python code waits for input of a user; ``terminal_input`` is around every input().
+# Files in which Python code waits for a user's input; ``terminal_input`` wraps every input().
 _INTERACTIVE = ("lightning_resilience/detect/hangs/terminal_input.py", "code.py", "getpass.py", "prompt_toolkit/")
-# Where a thread of Python's own library waits, and holds no lock.
+# Files of Python's standard library in which a thread waits without holding the interpreter lock.
 _IDLE = (
     "asyncio/",
     "concurrent/futures/",
@@ -90,7 +91,7 @@ _IDLE = (
     "threading.py",
 )
 
-# The same number of elements on every rank. In the others ranks may differ, or the root does.
+# Collectives with the same number of elements on every rank. In other collectives ranks may differ, or the root does.
 _SAME_SIZES = frozenset(
     {
         "_all_gather_base",
@@ -118,13 +119,13 @@ class Finding:
         node: Its host; empty without evidence.
         pid: Its process on that host; ``None`` without evidence.
         kind: Its state.
-        text: The same, readable, such as ``stuck in training_step (train.py:41)``.
+        text: Its state, readable, such as ``stuck in training_step (train.py:41)``.
         waits_for: The ranks that it waits for.
-        seconds: Since its last progress.
+        seconds: How many seconds ago it last made progress.
         section: What it was doing, see ``progress.Section``; empty without evidence.
         step: ``trainer.global_step``; ``None`` without evidence.
         waits_in: Where it waits for them, such as ``all_reduce #57 of default_pg``.
-        is_busy: Whether it does not wait, and it or its child processes compute or write: it may be slow.
+        is_busy: Whether it does not wait, but computes or writes, or one of its child processes does: it may be slow.
     """
 
     rank: int
@@ -145,8 +146,8 @@ class Verdict:
     """Which ranks hang, and which only wait for them.
 
     Args:
-        culprits: By rank; several if all hang or cannot be told apart.
-        victims: All others, by rank.
+        culprits: The ranks that hang, sorted by rank; several if all hang or cannot be distinguished.
+        victims: All other ranks, sorted by rank.
     """
 
     culprits: list[Finding]
@@ -154,12 +155,12 @@ class Verdict:
 
     @property
     def is_hang(self) -> bool:
-        """False if all culprits are held by a debugger, write a checkpoint, or may wait for something outside."""
+        """False if each culprit is held by a debugger, writes a checkpoint, or may wait for something outside."""
         return not self.culprits or any(culprit.kind not in _EXCUSED for culprit in self.culprits)
 
     @property
     def is_busy(self) -> bool:
-        """Whether all culprits are at work."""
+        """Whether all culprits compute or write."""
         return bool(self.culprits) and all(culprit.is_busy for culprit in self.culprits)
 
     @property
@@ -176,15 +177,15 @@ class Verdict:
         return "; ".join(clauses)
 
     def to_json(self) -> dict[str, Any]:
-        """As plain types, with the sentence for readers of the file."""
+        """The verdict as plain types, with the sentence for readers of the file."""
         return {"line": self.line, "is_hang": self.is_hang, **asdict(self)}
 
     @staticmethod
     def from_json(content: dict[str, Any]) -> Verdict:
-        """From :meth:`to_json`.
+        """Restores the verdict from the result of :meth:`to_json`.
 
         Raises:
-            KeyError, TypeError, ValueError: If it is something else.
+            KeyError, TypeError, ValueError: If ``content`` is no such result.
         """
         findings = [
             [Finding(**{**each, "waits_for": tuple(each["waits_for"])}) for each in content[key]]
@@ -197,8 +198,8 @@ def diagnose(evidence: Sequence[RankEvidence], world_size: int) -> Verdict:
     """Judges a job that does not advance.
 
     Args:
-        evidence: What is known, of as many ranks as could be probed.
-        world_size: How many ranks there are.
+        evidence: The evidence about each rank that could be probed.
+        world_size: The number of ranks.
     """
     return _Diagnosis(evidence, world_size).judge()
 
@@ -213,10 +214,11 @@ class _Group:
     Args:
         backend: ``gloo`` or ``nccl``.
         members: Its global ranks, as far as they are known.
-        is_closed: Whether these are all.
+        is_closed: Whether these are all members.
         reached: The number of the last collective that each rank has entered.
-        records: What each rank has recorded, by number.
-        pending: The numbers of what each rank has not done yet, in order.
+        records: The record of each rank, by the number of the collective.
+        pending: The numbers of the collectives that each rank has entered and not done yet, in order.
+        missing: The ranks that a collective waits for, by its number; filled when asked for.
     """
 
     backend: str
@@ -228,7 +230,7 @@ class _Group:
     missing: dict[int, tuple[int, ...]] = field(default_factory=dict)
 
     def mismatch(self) -> tuple[int, list[list[int]]] | None:
-        """The first number at which ranks have called different collectives, and who called the same; most first."""
+        """The first number at which ranks called different collectives, and the ranks by call, most ranks first."""
         for sequence, records in sorted(self.records.items()):
             called: defaultdict[tuple[Any, ...], list[int]] = defaultdict(list)
             for rank, record in records.items():
@@ -241,7 +243,7 @@ class _Group:
 
 @dataclass
 class _Wait:
-    """A place where ranks wait, and for whom."""
+    """A place where ranks wait, and the ranks that they wait for (``targets``)."""
 
     where: str
     targets: tuple[int, ...]
@@ -254,12 +256,12 @@ class _Diagnosis:
         self.evidence = {each.rank: each for each in evidence}
         self.ranks = sorted(self.evidence.keys() | set(range(world_size)))
         self.halted = {rank: found for rank, each in self.evidence.items() if (found := _halted(each)) is not None}
-        self.recorded: set[tuple[int, str]] = set()  # the ranks of which the collectives of a backend are known
+        self.recorded: set[tuple[int, str]] = set()  # (rank, backend): the rank's collectives of the backend are known
         self.groups: dict[tuple[Any, ...], _Group] = {}
-        self.exchanges: dict[int, list[Collective]] = {}  # the point-to-point operations that are not done
+        self.exchanges: dict[int, list[Collective]] = {}  # each rank's point-to-point operations that are not done
         self.waits: dict[int, list[_Wait]] = {}
-        self.unfinished: dict[int, tuple[_Group | None, Collective]] = {}  # that all its ranks have entered
-        self.blamed: dict[int, tuple[Kind, str]] = {}  # what only the comparison of ranks has shown
+        self.unfinished: dict[int, tuple[_Group | None, Collective]] = {}  # all their ranks have entered
+        self.blamed: dict[int, tuple[Kind, str]] = {}  # states that only the comparison of ranks has shown
         for rank, each in self.evidence.items():
             self._read(rank, each)
         self._wait_in_collectives()
@@ -274,7 +276,7 @@ class _Diagnosis:
             victims=[finding for rank, finding in findings.items() if rank not in culprits],
         )
 
-    # -- who waits for whom -------------------------------------------------------------------------------------------
+    # -- which ranks wait for which -----------------------------------------------------------------------------------
 
     def _read(self, rank: int, each: RankEvidence) -> None:
         """Adds the collectives of a rank to the groups."""
@@ -286,8 +288,8 @@ class _Diagnosis:
                 continue
             is_world = record.description == "default_pg"
             members = tuple(self.ranks) if is_world else record.members
-            # A group may have several backends, each with numbers of its own; and ranks may give different groups the
-            # same name.
+            # A group may have several backends, each with its own numbers; and ranks may give different groups the same
+            # name.
             key = (record.backend, record.group, None if is_world else members)
             if (group := self.groups.get(key)) is None:
                 group = _Group(record.backend, set(members or ()), members is not None)
@@ -305,7 +307,7 @@ class _Diagnosis:
                 pending.sort()
             for rank, pending in group.pending.items():
                 sequence = pending[0]
-                if group.backend == "gloo":  # runs them at once: the first need not be the one that waits for others
+                if group.backend == "gloo":  # runs several at once: the first may not be the one that waits for ranks
                     waiting = (number for number in pending if set(self._missing(group, number)) - {rank})
                     sequence = next(waiting, sequence)
                 targets, record = self._missing(group, sequence), group.records[sequence][rank]
@@ -322,7 +324,7 @@ class _Diagnosis:
         return group.missing[sequence]
 
     def _find_missing(self, group: _Group, sequence: int) -> list[int]:
-        """The ranks that have not entered a collective, or else those whose device is behind."""
+        """The ranks that have not entered a collective; if all have entered it, the ranks whose device is behind."""
         absent = [rank for rank in group.members if group.reached.get(rank, -1) < sequence]
         certainly = [rank for rank in absent if (rank, group.backend) in self.recorded or rank in self.halted]
         if absent:
@@ -333,7 +335,7 @@ class _Diagnosis:
         if behind or (queued and "running" in states.values()):
             return behind or queued
         if not group.is_closed and len(group.pending) == len(group.members):
-            # A rank that has never called anything in a group cannot be told from one that is not in it.
+            # A rank without any call in a group cannot be distinguished from a rank outside of the group.
             return [rank for rank in self.ranks if rank not in group.members]
         return []
 
@@ -392,14 +394,14 @@ class _Diagnosis:
         return self._odd_ones_out(self._furthest_behind())
 
     def _overdue(self, ranks: list[int]) -> list[int]:
-        """Those that have taken longer than they may, if there are any: the others may only be on their way."""
+        """The ranks that have exceeded their limit, or all if none has: a rank within its limit may still advance."""
         known = [self.evidence[rank] for rank in ranks if rank in self.evidence]
         late = {each.rank for each in known if each.seconds > each.timeout}
         no_limit = self.halted.keys() | (set(ranks) - self.evidence.keys())
         return [rank for rank in ranks if rank in late or rank in no_limit] if late else ranks
 
     def _furthest_behind(self) -> list[int]:
-        """The culprits if no rank is seen to wait for another."""
+        """The culprits if no rank is seen to wait for another: the late ranks at the earliest boundary."""
         inside = [rank for rank in self.evidence if self._kind(rank) != "left"] or list(self.evidence)
         late = sorted(self._overdue(inside))
         last = min((self.evidence[rank].position for rank in late), default=None)
@@ -407,7 +409,7 @@ class _Diagnosis:
         return [rank for rank in late if self.evidence[rank].position == last] + silent
 
     def _odd_ones_out(self, ranks: list[int]) -> Iterable[int]:
-        """Instead of ranks in a collective that all have entered, those that have called another one, if any did."""
+        """The ranks that called another collective than the others, for ranks in an unfinished one; or ``ranks``."""
         for rank in ranks:
             group, _ = self.unfinished.get(rank, (None, None))
             if group is not None and (odd := self._blame_mismatch(group)):
@@ -434,7 +436,7 @@ class _Diagnosis:
         return odd
 
     def _break_circle(self) -> Iterable[int]:
-        """The culprits if every rank that others wait for waits itself."""
+        """The culprits if every rank that other ranks wait for waits itself."""
         active = {id(wait): wait for waits in self.waits.values() for wait in waits}
         sizes = {key: len(wait.ranks) for key, wait in active.items()}
         incoming = Counter(target for wait in active.values() for target in wait.targets)
@@ -516,7 +518,7 @@ class _Diagnosis:
         return "stuck", f"stuck in {where}" + (_activity(each.process) or waits)
 
     def _may_wait_outside(self, each: RankEvidence) -> bool:
-        """Whether a rank outside of a fit may wait for something unseen, such as data that another one fetches."""
+        """Whether a rank outside of a fit may wait for something unseen, such as data that another rank fetches."""
         others = (other for other in self.evidence.values() if not self._is_accounted_for(other.rank))
         if any(other.seconds <= other.timeout for other in others):
             return True
@@ -539,11 +541,11 @@ class _Diagnosis:
         )
 
 
-# -- one rank, by itself -----------------------------------------------------------------------------------------------
+# -- one rank on its own -----------------------------------------------------------------------------------------------
 
 
 def _halted(each: RankEvidence) -> tuple[Kind, str] | None:
-    """The state of a rank that does nothing at all, or nothing in this fit."""
+    """The state of a rank that does nothing at all, or nothing in this fit; ``None`` for any other rank."""
     process = each.process
     if each.section == "left":
         return "left", "has left the fit" + (", and its process has ended" if process.state == "gone" else "")
@@ -574,12 +576,12 @@ def _where(process: ProcessEvidence) -> str:
 
 
 def _rate(process: ProcessEvidence) -> float:
-    """Bytes that it writes per second."""
+    """Bytes that the process writes per second."""
     return process.written_bytes / process.watched_s if process.watched_s > 0 else 0.0
 
 
 def _waiting_place(frames: Sequence[Frame]) -> str | None:
-    """Where a stack waits for other ranks, if it does."""
+    """The place where a stack waits for other ranks; ``None`` if it does not wait for them."""
     relevant = (frame for frame in frames if not is_standard(frame) and short_path(frame) not in _WRAPPERS)
     innermost = next(relevant, None)
     if innermost is None or (path := short_path(innermost)) not in _WAITING:
@@ -591,9 +593,9 @@ def _waiting_place(frames: Sequence[Frame]) -> str | None:
 
 
 def _activity(process: ProcessEvidence) -> str:
-    """What a process is busy with, readable; empty: it is idle."""
+    """What a process is busy with, as a readable clause; empty if it is idle."""
     is_running = process.state == "running" or process.cpu_s >= _BUSY_FROM * process.watched_s > 0
-    if is_running and not process.device_works:  # who waits for a GPU looks again and again
+    if is_running and not process.device_works:  # a process that waits for its GPU polls, and looks busy
         return ", busy on the CPU"
     if _rate(process) >= _WRITES_FROM:
         return f", writing {_rate(process) / 1e6:.0f} MB/s"
@@ -603,7 +605,7 @@ def _activity(process: ProcessEvidence) -> str:
 
 
 def _is_within(frames: Sequence[Frame], files: tuple[str, ...]) -> bool:
-    """Whether the user's innermost code, or what that has called, is in one of these files."""
+    """Whether the innermost frame of the user's code, or a function that it has called, is in one of these files."""
     for frame in frames:
         if short_path(frame).startswith(files):
             return True
@@ -613,7 +615,7 @@ def _is_within(frames: Sequence[Frame], files: tuple[str, ...]) -> bool:
 
 
 def _holder(process: ProcessEvidence) -> str:
-    """Where the thread is that seems to hold the interpreter lock: the main thread unless it waits."""
+    """The place of the thread that seems to hold the interpreter lock: the main thread, unless it waits."""
     stacks = sorted((thread for thread in process.threads if thread.frames), key=lambda thread: not thread.is_main)
     for thread in stacks:
         innermost = thread.frames[0]
@@ -624,7 +626,7 @@ def _holder(process: ProcessEvidence) -> str:
 
 
 def _data_loader(each: RankEvidence) -> str | None:
-    """What holds up the data loader, if that is where a rank is."""
+    """What blocks the data loader of a rank; ``None`` if the rank is not in its data loader."""
     if not any(short_path(frame).startswith(_DATA_LOADERS) for frame in _main_frames(each.process)):
         return None
     if not each.workers:
@@ -641,7 +643,7 @@ def _worker_state(worker: ProcessEvidence) -> str:
         return f"is {'dead' if worker.state == 'gone' else worker.state}"
     frames = _main_frames(worker)
     loop = next((index for index, frame in enumerate(frames) if frame.function == "_worker_loop"), len(frames))
-    # One that waits for work is in a queue of the standard library.
+    # A worker that waits for work is in a queue of the standard library.
     return "" if all(is_standard(frame) for frame in frames[:loop]) else f"in {place(frames[:loop])}"
 
 
@@ -655,7 +657,7 @@ def _call(record: Collective, with_dtypes: bool) -> str:
 
 
 def _name(ranks: Sequence[int]) -> str:
-    """Sorted ranks, readable: ``rank 1``, ``ranks 0, 2 and 3``, ``ranks 0-511 except 76``."""
+    """Sorted ranks as text: ``rank 1``, ``ranks 0, 2 and 3``, ``ranks 0-511 except 76``."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     runs: list[list[int]] = []

@@ -1,10 +1,11 @@
-"""The watchdog of a node: a process that finds ranks that hang or have died, diagnoses them and ends them.
+"""The watchdog of a node: a process that finds ranks that hang or have died, diagnoses the hang and ends ranks.
 
-It reads the ranks' progress from shared memory, so that it needs neither their help nor their interpreter lock. When a
-rank is overdue, it collects evidence of every rank (``rank_probe`` says what they leave), writes it into
-``RUN_DIR/diagnostics/<time>``, and has ``verdict`` judge it. Then it ends the ranks of its node, and their launcher
-restarts them. With several nodes every watchdog probes its own ranks, and that of rank 0 gives the verdict. When a rank
-has died in the middle of a fit, the watchdogs end the others, which may wait for it without ever noticing.
+The watchdog reads the ranks' progress from shared memory, so it needs neither their help nor their interpreter lock.
+When a rank is overdue, the watchdog collects evidence about every rank (``rank_probe`` lists what ranks provide),
+writes it into ``RUN_DIR/diagnostics/<time>``, and lets ``verdict`` judge it. Then it ends the ranks of its node, and
+their launcher restarts them. With several nodes every watchdog probes its own ranks, and the watchdog of rank 0's node
+gives the verdict. When a rank has died in the middle of a fit, the watchdogs end the other ranks, which may wait for
+the dead rank without ever noticing.
 
 Imports neither torch nor Lightning.
 """
@@ -61,14 +62,15 @@ _RECORD = "watchdog.json"
 _VERDICT = "verdict.json"
 _COLLECTIVES_KEPT = 128
 _WRITES_FROM = 6e5  # bytes between two looks at a survivor: less may be a log
-_WORKS_FROM = 0.2  # of one CPU: threads that wait, and the signal of a launcher, take less
+_WORKS_FROM = 0.2  # of one CPU: waiting threads, and the handling of a launcher's signal, take less
 _ACTIVE_FROM = 0.05  # of one CPU: a thread that only waits uses less
 _ACTIVE_FROM_BYTES = 2e4  # per second: a slower download is not worth waiting for
 _BUSY_FOR = 16
-"""How many times its limit a busy rank may take, if nothing would restart the run or ending it did not help before."""
+"""How many times its limit a busy rank may take, if nothing would restart the run, or if ending it did not help
+before."""
 _NO_FIT = -1
 _KEEPS_SURVIVORS = ELASTIC_VARIABLE in os.environ
-"""Whether ranks go on with a replacement of the one that they have lost. Their supervisor ends those that do not."""
+"""Whether the surviving ranks continue with a replacement of a lost rank. The supervisor ends ranks that do not."""
 
 
 @dataclass
@@ -76,10 +78,10 @@ class Rank:
     """A rank of this node, as its watchdog sees it.
 
     Args:
-        about: What it has registered.
-        path: Its files, without their endings.
-        progress: The record of its progress, held open: node memory may be cleaned up.
-        shortage: Of memory in its cgroup, which schedulers may have made for it alone.
+        about: The rank's registration.
+        path: The path of the rank's files, without their endings.
+        progress: Its progress record, held open because node memory may be cleaned up.
+        shortage: Notices a shortage of memory in its cgroup, which schedulers may have created for this rank alone.
     """
 
     about: dict[str, Any]
@@ -87,48 +89,48 @@ class Rank:
     progress: FileIO
     shortage: MemoryShortage
     record: ProgressRecord | None = None
-    is_ended: bool = False  # by this watchdog; the process may take a while to go
+    is_ended: bool = False  # this watchdog has ended it; the process may take a while to end
     paused_s: float = 0.0  # time since the last progress in which this watchdog did not run either
-    extended_until: float = 0.0  # it is not overdue before
+    extended_until: float = 0.0  # the rank is not overdue before this time
     active_at: float = 0.0  # when it last used CPU or IO in section ``start``
-    account: FileIO | None = None  # where its time goes, held open
-    spent: Spent | None = None  # read last
-    ended: float | None = None  # when its process was gone
+    account: FileIO | None = None  # its time account, held open
+    spent: Spent | None = None  # the account as read last
+    ended: float | None = None  # when its process was first seen to have ended
     _used: tuple[float, dict[int, Usage]] | None = None
 
     @property
     def rank(self) -> int:
-        """Its global rank."""
+        """The global rank."""
         return int(self.about["rank"])
 
     @property
     def pid(self) -> int:
-        """Its process."""
+        """The id of its process."""
         return int(self.about["pid"])
 
     @property
     def fit(self) -> int:
-        """Number of the fit in which it is."""
+        """Number of the fit in which the rank is; -1 before the first fit."""
         return int(_NO_FIT if self.about["fit"] is None else self.about["fit"])
 
     @property
     def section(self) -> str:
-        """What it is doing; ``setup`` while its record cannot be read."""
+        """What the rank is doing; ``setup`` while its record cannot be read."""
         return "setup" if self.record is None else self.record.section
 
     @property
     def is_in_fit(self) -> bool:
-        """Whether it is in a fit."""
+        """Whether the rank is in a fit."""
         return self.section not in ("left", "start")
 
     @property
     def is_watched(self) -> bool:
-        """Whether it may hang: in a fit, or outside of one where it was launched."""
+        """Whether the rank may hang: it runs in a fit or, if launched, outside of one."""
         return self.section != "left" and is_running(self.about)
 
     @property
     def has_died(self) -> bool:
-        """Whether its process has ended; unknown, so false, in another container."""
+        """Whether its process has ended; false, because unknown, for a process of another container."""
         return self.about["namespace"] == pid_namespace() and not is_running(self.about)
 
     @property
@@ -137,10 +139,10 @@ class Rank:
         return self.path.with_suffix(".failed").exists()
 
     def update(self, pause_s: float = 0.0) -> None:
-        """Reads its progress.
+        """Reads the rank's progress.
 
         Args:
-            pause_s: How long the watchdog was frozen since it last did.
+            pause_s: How long the watchdog was frozen since it last read the progress.
         """
         if self.account is not None:
             self.spent = read_account(self.account) or self.spent
@@ -166,37 +168,37 @@ class Rank:
             pairs = [(self._used[1].get(pid, Usage()), each) for pid, each in used.items()]
             cpu_s = sum(after.cpu_s - before.cpu_s for before, after in pairs)
             count = sum(sum(after[1:]) - sum(before[1:]) for before, after in pairs)
-            at_least_s = max(1.0, seconds)  # to be asked for its stacks takes a little too
+            at_least_s = max(1.0, seconds)  # writing its stacks for the watchdog also uses a little
             if cpu_s >= _ACTIVE_FROM * at_least_s or count >= _ACTIVE_FROM_BYTES * at_least_s:
                 self.active_at, self.paused_s = now, 0.0
         self._used = now, used
 
     def seconds(self, now: float) -> float:
-        """Time since its last progress in which it could have made any."""
+        """Seconds since its last progress in which the rank could have made progress."""
         return 0.0 if self.record is None else max(0.0, now - max(self.record.since, self.active_at) - self.paused_s)
 
     def is_overdue(self, now: float) -> bool:
-        """Whether it has exceeded its limit."""
+        """Whether the rank has exceeded its limit."""
         if self.record is None or self.record.section == "left" or now < self.extended_until:
             return False
         return self.seconds(now) > self.record.timeout
 
     def extend_monitor(self) -> None:
-        """Gives it its time once more in NVRx's rank monitor."""
+        """Makes NVRx's rank monitor start the rank's timeout again."""
         with suppress(OSError):
             self.path.with_suffix(".excused").touch()
 
     def is_killed(self) -> bool:
-        """Whether it has been ended in the middle of a fit, or is being ended."""
+        """Whether its process has ended in the middle of a fit, or is ending."""
         self.update()
         return self.is_in_fit and not self.has_failed and (self.has_died or is_ending(self.pid))
 
 
 class _Looks:
-    """Looks from outside at what survivors of a rank do, from now on.
+    """Looks at intervals, from outside, at what the survivors of a lost rank do.
 
     Args:
-        ranks: They.
+        ranks: The survivors.
     """
 
     def __init__(self, ranks: list[Rank]) -> None:
@@ -205,11 +207,11 @@ class _Looks:
 
     @property
     def seconds(self) -> float:
-        """Since the first one."""
+        """Seconds since the first look."""
         return time.monotonic() - self._began
 
     def next(self) -> bool:
-        """Whether the time of the next one has come; waits for a part of the time until then if not."""
+        """Whether the next look is due; if not, waits for a part of the time until then."""
         left = self._last + deadlines.CHECK_SURVIVORS_EVERY_S - time.monotonic()
         if left > 0:
             time.sleep(min(left, deadlines.WATCHDOG_POLL_S))
@@ -218,7 +220,10 @@ class _Looks:
         return True
 
     def found(self, rank: Rank) -> Literal["writes", "works", "waits"]:
-        """What a rank has done since the last look: it saves or writes, it may yet notice the loss, or neither."""
+        """What a rank has done since the last look.
+
+        ``writes``: it saves or writes. ``works``: it computes, so it may still notice the loss. ``waits``: neither.
+        """
         before, now = self._used.get(rank.pid), usage(rank.pid) or Usage()
         self._used[rank.pid] = now
         if rank.section == "checkpointing" or (before and now.written_bytes - before.written_bytes >= _WRITES_FROM):
@@ -229,23 +234,23 @@ class _Looks:
 
 
 class _Storage:
-    """Calls that touch shared storage, each with a deadline: if that hangs, the watchdog must not."""
+    """Makes calls that access shared storage, each with a deadline: a hanging storage must not block the watchdog."""
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(max_workers=1)
         self._last: Future[Any] | None = None
-        self._has_begun = False  # a call for which nobody has waited yet
+        self._has_begun = False  # whether the last call was begun and not waited for
 
     def begin(self, function: Callable[[], object]) -> None:
-        """Begins a call and does not wait for it; does nothing while the call before it has not returned."""
+        """Begins a call without waiting for it; does nothing while the previous call has not returned."""
         if self._last is None or self._last.done():
             self._last, self._has_begun = self._thread.submit(function), True
 
     def call(self, function: Callable[[], T], within_s: float = deadlines.STORAGE_WITHIN_S) -> T:
-        """What ``function`` returns.
+        """Calls ``function`` and returns its result.
 
         Raises:
-            OSError: If it raises that, or takes too long, or the call before it has not returned yet.
+            OSError: If ``function`` raises it or takes too long, or if the previous call has not returned yet.
         """
         began = time.monotonic()
         if self._has_begun and self._last is not None:
@@ -262,7 +267,7 @@ class _Storage:
 
 
 class Watchdog:
-    """One node's watchdog.
+    """The watchdog of one node.
 
     Args:
         directory: The node's folder, in which the ranks register.
@@ -271,14 +276,14 @@ class Watchdog:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.ranks: dict[int, Rank] = {}
-        self._cases = 0  # that are over
-        self._has_seen_cases = False  # a restart may keep the token: what was judged before is not of these ranks
+        self._cases = 0  # how many cases are over
+        self._has_seen_cases = False  # a restart may keep the token: earlier cases do not concern these ranks
         self._checked_cases = self._checked_losses = 0.0
-        self._lost_fit: int | None = None  # that has lost a rank: what the others do there is a consequence
+        self._lost_fit: int | None = None  # the fit that has lost a rank; other failures in it are consequences
         self._gone: set[int] = set()  # processes that have ended outside of a fit
         self._exits = ExitWatcher()
         self._storage = _Storage()
-        self._log_thread = ThreadPoolExecutor(max_workers=1)  # the reader of stderr may be gone, or stand still
+        self._log_thread = ThreadPoolExecutor(max_workers=1)  # the reader of stderr may have ended or be blocked
         self._beats: FileIO | None = None
         self._beaten = -math.inf
         self._began = self._kept_time = time.monotonic()
@@ -288,7 +293,7 @@ class Watchdog:
         self._log_thread.submit(os.write, 2, f"{_output.signed(line)}\n".encode())
 
     def _store(self, function: Callable[[], T], failure: str = "") -> T | None:
-        """What a call that touches the storage returns; ``None`` if that fails, which is logged as ``failure``."""
+        """The result of a call that accesses the storage; ``None`` if it fails, which is logged with ``failure``."""
         try:
             return self._storage.call(function)
         except OSError as error:
@@ -297,10 +302,10 @@ class Watchdog:
             return None
 
     def register(self) -> None:
-        """Writes into the folder which process watches it.
+        """Writes into the node's folder that this process watches it.
 
         Raises:
-            OSError: If that cannot be written: nobody would know of this watchdog.
+            OSError: If the record cannot be written: no rank would know of this watchdog.
         """
         fd = os.open(self.directory / BEAT, os.O_RDWR | os.O_CREAT, 0o600)
         self._beats = FileIO(fd, "r+")
@@ -308,14 +313,14 @@ class Watchdog:
         write_json(self.directory / _RECORD, describe_process())
 
     def _beat(self, now: float) -> None:
-        """Shows that it works: a process that runs may be stopped, or fail in every round."""
+        """Shows that the watchdog works: a process that exists may be stopped, or fail in every round."""
         if self._beats is not None and now - self._beaten >= deadlines.WATCHDOG_BEAT_S:
             self._beaten = now
             os.pwrite(self._beats.fileno(), BEATS.pack(now), 0)
 
     def run(self) -> None:
-        """Watches until no rank is left."""
-        _Storage().begin(lambda: remove_abandoned(self.directory))  # of other runs, whose storage may hang
+        """Watches until no rank is left to watch."""
+        _Storage().begin(lambda: remove_abandoned(self.directory))  # the storage of other runs may hang
         started = last = succeeded = time.monotonic()
         has_failed = is_over = False
         while not is_over and (self.ranks or last - started < deadlines.FIRST_RANK_WITHIN_S):
@@ -329,7 +334,7 @@ class Watchdog:
                 self._keep_time(now)
                 succeeded = time.monotonic()
                 self._beat(succeeded)
-            except Exception:  # the ranks must not go unwatched
+            except Exception:  # the watchdog must keep watching the ranks
                 if not has_failed:
                     has_failed = True
                     self._log(f"The watchdog continues after an internal error:\n{traceback.format_exc()}")
@@ -352,7 +357,7 @@ class Watchdog:
             self._log_thread.submit(int).result(deadlines.LOG_WITHIN_S)
 
     def _check(self, now: float, pause_s: float) -> bool:
-        """Checks all ranks. Returns whether there was a case, which takes its time."""
+        """Checks all ranks. Returns whether there was a case, whose handling takes time."""
         self._find_ranks()
         if self._is_suspended(now):
             pause_s = now - self._updated
@@ -376,7 +381,7 @@ class Watchdog:
     def _is_suspended(self, now: float) -> bool:
         """Whether all ranks were stopped by Ctrl-Z at their terminal, to be continued later.
 
-        Not where they would be restarted: there they have no terminal, and others wait for their time.
+        Always false where a launcher restarts ranks: there they have no terminal, and other jobs wait for the machine.
         """
         ranks = [rank for rank in self.ranks.values() if rank.is_watched]
         if not ranks or self._is_started_again or min(r.seconds(now) for r in ranks) < deadlines.SUSPENDED_FROM_S:
@@ -394,7 +399,7 @@ class Watchdog:
             if about is None:
                 continue
             if (known := self.ranks.get(about["rank"])) is not None:
-                known.about = about  # of its present fit
+                known.about = about  # the registration of its present fit
                 continue
             with suppress(OSError):
                 progress = open(path.with_suffix(".progress"), "rb", buffering=0)
@@ -412,7 +417,7 @@ class Watchdog:
         return Path(self._about["run_dir"]) / "diagnostics"
 
     def _keep_time(self, now: float) -> None:
-        """Keeps what the ranks of this node have spent their time on, in case all processes are killed."""
+        """Saves what the ranks of this node have spent their time on, in case all processes are killed."""
         if self.ranks and now - self._kept_time >= deadlines.keep_time_after(now - self._began):
             self._kept_time = now
             run_dir, event = Path(self._about["run_dir"]), self._time_spent()
@@ -431,7 +436,7 @@ class Watchdog:
         )
 
     def _record_time(self) -> None:
-        """Records it when they have ended."""
+        """Records in the ledger what the ranks have spent their time on, after they have ended."""
         if self.ranks:
             for rank in self.ranks.values():
                 rank.update()
@@ -453,14 +458,14 @@ class Watchdog:
     # -- a rank that has died or failed --------------------------------------------------------------------------------
 
     def _check_losses(self, now: float) -> bool:
-        """Ends the others of a rank that died in the middle of the fit, or whose fit has failed; whether there is one.
+        """If a rank has died in the middle of the fit, or its fit has failed, ends the other ranks and returns true.
 
-        NCCL's survivors stay blocked: no exception reaches them, and Python does not run.
+        With NCCL survivors stay blocked: no exception reaches them, and Python does not run.
         """
         ranks = [rank for rank in self.ranks.values() if rank.fit != self._lost_fit]
         for rank in ranks:
             if rank.is_in_fit and rank.has_died:
-                rank.update()  # it may have left just before
+                rank.update()  # it may have left the fit just before its end
                 if rank.is_in_fit and (death := self._death_of(rank)).exit_code != 0:
                     self._lost_fit = rank.fit
                     self._handle_death(rank, death)
@@ -490,7 +495,7 @@ class Watchdog:
         others = [other for other in self.ranks.values() if other is not rank]
         looks = _Looks(others)
         if death.is_from_outside and about["nodes"] == 1:
-            # A launcher or a scheduler ends all of them; which one is seen first says nothing.
+            # A launcher or a scheduler may be ending all ranks; then it means nothing which one is seen first.
             _wait_until(lambda: all(each.is_killed() for each in others), deadlines.ALL_KILLED_WITHIN_S)
             if all(each.is_killed() for each in others):
                 self._record_end(rank, death)
@@ -516,9 +521,9 @@ class Watchdog:
         self._record(rank.rank, fault)
 
     def _handle_death_outside_fits(self, rank: Rank, death: Death) -> None:
-        """Ends the others if they sleep or wait: all are to be started again, and the launcher's signal ends none.
+        """Ends the other ranks when all of them wait: the launcher must restart all ranks, but its signal ends none.
 
-        Outside of a fit nothing is there to be saved; those that compute or write have the time that a launcher gives.
+        Outside of a fit there is nothing to save. Ranks that compute or write get the time that a launcher gives them.
         """
 
         def survivors() -> list[Rank]:
@@ -530,13 +535,13 @@ class Watchdog:
         looks = _Looks(list(self.ranks.values()))
         while (others := survivors()) and looks.seconds < deadlines.WORKERS_STOP_TIMEOUT_S:
             if looks.next() and {looks.found(other) for other in others} == {"waits"}:
-                if death.signal is not None:  # else it has recorded why itself
+                if death.signal is not None:  # otherwise the rank has recorded the reason itself
                     self._record_death(rank, death)
                 self._end_ranks(others, f", useless without rank {rank.rank} of {rank.about['node']}, which {death}")
                 return
 
     def _record_end(self, rank: Rank, death: Death) -> None:
-        """Records how far ranks had come that were all ended from outside: no fault of theirs."""
+        """Records how far the ranks had come that were all ended from outside, which is no fault of the ranks."""
         end = Killed(
             fit=None,
             elastic_run_id=None,
@@ -549,7 +554,7 @@ class Watchdog:
         self._record(rank.rank, end)
 
     def _handle_failure(self, rank: Rank) -> None:
-        if rank.shortage.is_recent():  # such as a data-loader worker, whose end does not show the reason
+        if rank.shortage.is_recent():  # the kernel may have killed a data-loader worker, whose end shows no reason
             self._log(
                 f"Rank {rank.rank} of {rank.about['node']} has failed, and within the last minute the kernel has "
                 "killed a process there because memory was short."
@@ -566,8 +571,8 @@ class Watchdog:
         self._end_survivors(cause, within_s, survivors)
 
     def _survivors(self, among: list[Rank] | None = None) -> list[Rank]:
-        """The ranks that are still in the fit that has lost one, and have not failed themselves."""
-        self._find_ranks()  # a script that has caught the error may be in the next fit already
+        """The ranks that are still in the fit that has lost a rank, and have not failed themselves."""
+        self._find_ranks()  # a script that has caught the error may already be in the next fit
         ranks = list(self.ranks.values()) if among is None else among
         for rank in ranks:
             rank.update()
@@ -577,13 +582,13 @@ class Watchdog:
     def _end_survivors(
         self, cause: str, within_s: float, survivors: list[Rank] | None = None, looks: _Looks | None = None
     ) -> None:
-        """Ends the ranks that neither end by themselves nor have anything left to do.
+        """Ends the survivors that do not end on their own, once they have nothing left to do.
 
         Args:
-            cause: The rank that they lack, and why.
-            within_s: How long they may take to begin with that if they compute.
-            survivors: Default: all that are in the fit.
-            looks: At them, since the death.
+            cause: The lost rank, and how it was lost.
+            within_s: Seconds that survivors which compute, but do not write, have to end on their own.
+            survivors: Default: all ranks that are in the fit.
+            looks: The looks at the survivors since the death.
         """
         if _KEEPS_SURVIVORS:
             return
@@ -598,12 +603,12 @@ class Watchdog:
         return self._diagnostics / f".{self._about['token']}-{fit}-lost.json"
 
     def _publish_loss(self, cause: str) -> None:
-        """Shows the other nodes, if there are any, that a rank of this one is lost."""
+        """Informs the other nodes, if any, that this node has lost a rank."""
         if self._about["nodes"] > 1:
             self._store(lambda: _create(self._loss_path(self._lost_fit), {"cause": cause}))
 
     def _loss_elsewhere(self, fit: int, now: float) -> str | None:
-        """What another node has published about this fit, if anything."""
+        """The cause of a loss that another node has published for this fit; ``None`` if there is none."""
         if self._about["nodes"] == 1 or now - self._checked_losses < deadlines.CHECK_CASES_EVERY_S:
             return None
         self._checked_losses = now
@@ -613,11 +618,11 @@ class Watchdog:
     # -- the case: one folder for the diagnosis of all nodes -----------------------------------------------------------
 
     def _marker(self) -> Path:
-        """Names the folder of the next case. Cases are numbered, so that all nodes mean the same one."""
+        """The file that names the folder of the next case. Cases are numbered, so that all nodes mean the same one."""
         return self._diagnostics / f".{self._about['token']}-{self._cases}.json"
 
     def _is_case_open(self, now: float) -> bool:
-        """Whether another node has found a hang before this one."""
+        """Whether another node has found a hang before this node."""
         nodes = self._about["nodes"] if self.ranks else 1
         if nodes == 1 or now - self._checked_cases < deadlines.CHECK_CASES_EVERY_S:
             return False
@@ -625,7 +630,7 @@ class Watchdog:
         return self._store(self._find_case) is not None
 
     def _find_case(self) -> Path | None:
-        """The folder of the open case, if there is one, or of a hang that was judged without this node."""
+        """The folder of the open case, or of a hang that was judged without this node; ``None`` if there is neither."""
         while (case := read_json(self._marker())) is not None:
             folder = self._diagnostics / str(case.get("folder"))
             verdict = load_json(folder / _VERDICT)
@@ -636,7 +641,7 @@ class Watchdog:
         return None
 
     def _open_case(self) -> Path:
-        """The folder for this hang; the node that finds it first names it."""
+        """The folder for this hang; the node that finds the hang first names the folder."""
         if (folder := self._find_case()) is None:
             name = f"{time.strftime('%Y-%m-%dT%H-%M-%S')}-{self._about['token'][:6]}"
             _create(self._marker(), {"folder": name})
@@ -654,7 +659,7 @@ class Watchdog:
                 f"No progress of rank {worst.rank}{others} for {worst.seconds(now):.1f} s at step {worst.record.step} "
                 f"(section {worst.section}, limit {worst.record.timeout:g} s); looking at all ranks."
             )
-        # The storage may be what hangs, or be full; the verdict does not need it.
+        # The storage may be the cause of the hang, or be full; the verdict does not need it.
         folder = self._store(self._open_case, f"The diagnosis cannot be written to {self._diagnostics}")
         evidence = self._gather()
         self._write_evidence(folder, evidence)
@@ -665,21 +670,21 @@ class Watchdog:
             if hung := self._hung_ranks(judged):
                 self._end_ranks(hung)
             if len(hung) < len(self.ranks):
-                self._extend(doubled=False)  # they are overdue too, and have to leave the fit
+                self._extend(doubled=False)  # the others are overdue too, and need time to leave the fit
         else:
             self._extend(doubled=bool(judged.get("doubled")))
 
     def _hung_ranks(self, judged: dict[str, Any]) -> list[Rank]:
-        """The ranks of this node to end for a hang: all, but where a replacement lets the others go on."""
+        """The ranks of this node to end for a hang: all ranks, or the culprits where a replacement rank takes over."""
         culprits = {culprit.get("rank") for culprit in judged.get("culprits") or ()}
         hung = [rank for rank in self.ranks.values() if rank.rank in culprits]
         return hung if culprits and _KEEPS_SURVIVORS else list(self.ranks.values())
 
     def _extend(self, doubled: bool) -> None:
-        """Gives every rank its time once more, also in NVRx's monitors.
+        """Gives every rank more time, also in NVRx's monitors.
 
         Args:
-            doubled: Whether that is as much as it has taken up to now.
+            doubled: Whether a rank gets as much time as it has taken so far, at least its limit; otherwise its limit.
         """
         now = time.monotonic()
         for rank in self.ranks.values():
@@ -688,10 +693,10 @@ class Watchdog:
             rank.extend_monitor()
 
     def _judge(self, folder: Path | None, evidence: list[RankEvidence], noticed: float) -> dict[str, Any]:
-        """Whether it is a hang: the verdict of this node if it has rank 0, else of the node that has.
+        """Decides whether it is a hang: by the verdict of the node with rank 0, or by its own if none comes in time.
 
         Returns:
-            The verdict as it is written: ``is_hang``, and ``doubled`` if the ranks may take as long again.
+            The verdict in its written form: ``is_hang``, and ``doubled`` if the ranks may take as long again.
         """
         world_size = int(self._about["world_size"])
         if folder is not None and len(evidence) < world_size and self._about["nodes"] > 1:
@@ -719,7 +724,7 @@ class Watchdog:
         return judged
 
     def _why_extended(self, verdict: Verdict, late: RankEvidence) -> str | None:
-        """Why busy ranks get more time, if they do: to be ended for being slow helps nobody."""
+        """The reason why busy ranks get more time; ``None`` if they get none. Ending a merely slow rank is no help."""
         if not (verdict.is_hang and verdict.is_busy) or late.seconds >= _BUSY_FOR * late.timeout:
             return None
         if not self._is_started_again:
@@ -734,7 +739,7 @@ class Watchdog:
     def _announce(
         self, verdict: Verdict, folder: Path | None, evidence: list[RankEvidence], noticed: float
     ) -> dict[str, Any]:
-        """Logs, writes and records the verdict; returns it as it is written."""
+        """Logs, writes and records the verdict; returns its written form."""
         late = max(evidence, key=lambda each: each.seconds - each.timeout)
         judged, advice = verdict.to_json(), ""
         if (why := self._why_extended(verdict, late)) is not None:
@@ -780,7 +785,7 @@ class Watchdog:
             return [probe.result() for probe in probes]
 
     def _refreshed(self, folder: Path | None, evidence: list[RankEvidence]) -> list[RankEvidence]:
-        """The same with the ranks of this node that have advanced since, for the other nodes in ``folder`` too."""
+        """Updates the evidence about ranks of this node that have advanced since, in ``folder`` too for other nodes."""
         advanced = set()
         for each in evidence:
             rank = self.ranks.get(each.rank)
@@ -807,7 +812,7 @@ class Watchdog:
                     shutil.copyfile(stacks, folder / f"{name}.stacks.txt")
                 if each.collectives is not None:
                     _write(folder / f"{name}.collectives.json", each.collectives)
-            if evidence:  # last: it shows that all of the above is there
+            if evidence:  # written last: this file shows that all files above exist
                 content = {"ranks": [_shortened(each).to_json() for each in evidence]}
                 _write(folder / f"evidence-{evidence[0].rank:05d}-{len(evidence)}.json", content)
 
@@ -820,12 +825,12 @@ class Watchdog:
     # -- the end -------------------------------------------------------------------------------------------------------
 
     def _end_ranks(self, ranks: list[Rank], why: str = "") -> None:
-        """Ends ranks of this node: a job that has lost one is restarted as a whole."""
+        """Ends ranks of this node: the launcher restarts the whole job after the loss of a rank."""
         alive = [rank for rank in ranks if is_running(rank.about)]
         for rank in alive:
             rank.is_ended = True
-        # All are stopped first, so that none meets the end of another and takes it for a fault of its own. The exit
-        # signal waits until they continue, as it does for one that had been stopped before.
+        # All ranks are stopped first, so that no rank sees the end of another one and takes it for its own fault. The
+        # exit signal takes effect when they continue, also in a rank that had been stopped before.
         for signums in ((signal.SIGSTOP, EXIT_SIGNAL, signal.SIGCONT), (signal.SIGKILL,)):
             for signum in signums:
                 for rank in alive:
@@ -838,7 +843,7 @@ class Watchdog:
 
 
 def read_evidence(folder: Path) -> list[RankEvidence]:
-    """The evidence in a folder of ``diagnostics``, by rank; what cannot be read is left out."""
+    """The evidence in a folder of ``diagnostics``, sorted by rank; files that cannot be read are left out."""
     found: dict[int, RankEvidence] = {}
     for path in sorted(folder.glob("evidence-*.json")):
         try:
@@ -851,13 +856,13 @@ def read_evidence(folder: Path) -> list[RankEvidence]:
 
 
 def _count_evidence(folder: Path) -> int:
-    """Of how many ranks there is evidence: the name of each node's file ends with their number."""
+    """The number of ranks with evidence: the name of each node's file ends with the number of its ranks."""
     names = [path.stem.rpartition("-")[2] for path in folder.glob("evidence-*.json")]
     return sum(int(name) for name in names if name.isdigit())
 
 
 def _create(path: Path, content: dict[str, Any]) -> None:
-    """Makes a file of the run directory, unless another node has made it before."""
+    """Creates a file of the run directory, unless another node has created it before."""
     path.parent.mkdir(parents=True, exist_ok=True)
     create_json(path, content)
 
@@ -868,10 +873,10 @@ def _write(path: Path, content: dict[str, Any]) -> None:
 
 
 def _shortened(evidence: RankEvidence) -> RankEvidence:
-    """What the verdict needs: one node reads the evidence of all. The rest lies beside it."""
+    """Shortens evidence to what the verdict needs, since one node reads all of it; files beside it have the rest."""
     if evidence.collectives is not None:
         evidence = replace(evidence, collectives=shorten(evidence.collectives, _COLLECTIVES_KEPT))
-    if evidence.python_answers:  # else the thread that holds the interpreter lock may be any
+    if evidence.python_answers:  # otherwise any thread may hold the interpreter lock
         threads = [thread for thread in evidence.process.threads if thread.is_main]
         evidence = replace(evidence, process=replace(evidence.process, threads=threads or evidence.process.threads))
     return evidence
@@ -889,16 +894,16 @@ _starting = threading.Lock()
 
 
 def start(directory: Path) -> dict[str, Any] | None:
-    """Starts the watchdog of a node, detached from this process: it must outlive the rank that has started it.
+    """Starts the watchdog of a node, detached from this process: the watchdog must outlive the rank that starts it.
 
     Args:
-        directory: The node's folder, in which the ranks register. If a watchdog watches it already, none is started.
+        directory: The node's folder, in which the ranks register. If a watchdog already watches it, none is started.
 
     Returns:
-        Its process, for ``is_running``; ``None`` if it has ended already.
+        The watchdog's process, for ``is_running``; ``None`` if it has already ended.
 
     Raises:
-        OSError, subprocess.SubprocessError: If it does not start.
+        OSError, subprocess.SubprocessError: If the watchdog does not start.
     """
     with _starting:
         if (record := read_json(directory / _RECORD)) is not None and is_running(record):
@@ -907,7 +912,7 @@ def start(directory: Path) -> dict[str, Any] | None:
             with suppress(ProcessLookupError):
                 os.kill(int(record["pid"]), signal.SIGKILL)
         command = [sys.executable, "-m", "lightning_resilience.detect.hangs.watchdog", os.fspath(directory)]
-        environment = os.environ | {OUTLIVES_RANKS_VARIABLE: "1"}  # it may have the death of its ranks to explain still
+        environment = os.environ | {OUTLIVES_RANKS_VARIABLE: "1"}  # it may still have to explain the death of its ranks
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, env=environment)
         if process.wait(deadlines.WATCHDOG_STARTS_WITHIN_S) != 0:
             raise subprocess.SubprocessError("it exited before it began to watch")
@@ -918,12 +923,12 @@ def is_alive(directory: Path, record: dict[str, Any]) -> bool:
     """Whether a watchdog runs and works.
 
     Args:
-        directory: Which it watches.
-        record: Its process.
+        directory: The folder that it watches.
+        record: The watchdog's process.
     """
     if not is_running(record):
         return False
-    for pause_s in (2 * deadlines.WATCHDOG_BEAT_S, 0.0):  # all may have been frozen, and it wakes up after its caller
+    for pause_s in (2 * deadlines.WATCHDOG_BEAT_S, 0.0):  # after a freeze it may wake up after its caller
         try:
             beat = read_beat(directory)
         except OSError:
@@ -935,7 +940,7 @@ def is_alive(directory: Path, record: dict[str, Any]) -> bool:
 
 
 def put_off_s() -> float:
-    """How long to wait with the watchdog of a start of the ranks."""
+    """How many seconds to put off the start of the watchdog when ranks start: more than 0 for a replacement rank."""
     is_replacement = _KEEPS_SURVIVORS and os.environ["TORCHELASTIC_RESTART_COUNT"] != "0"
     return deadlines.WATCHDOG_PUT_OFF_S if is_replacement else 0.0
 
@@ -945,7 +950,7 @@ def start_soon(directory: Path, delay_s: float) -> None:
 
     Args:
         directory: As for :func:`start`.
-        delay_s: How long another rank has to start it.
+        delay_s: How many seconds to wait before, in which another rank may start it.
     """
 
     def wait() -> None:
@@ -961,22 +966,22 @@ def main() -> None:
     is_ready, report_ready = os.pipe()
     if os.fork() != 0:
         os.close(report_ready)
-        os._exit(0 if os.read(is_ready, 1) else 1)  # nothing comes from one that has ended
+        os._exit(0 if os.read(is_ready, 1) else 1)  # reads nothing if the watchdog has ended
     for ignored in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(ignored, signal.SIG_IGN)  # it watches for as long as the ranks take to stop
+        signal.signal(ignored, signal.SIG_IGN)  # it keeps watching while the ranks take their time to stop
     if os.environ.get("WORLD_SIZE", "1") != "1":
         _output.introduce("watchdog" if os.environ.get("GROUP_WORLD_SIZE", "1") == "1" else f"watchdog {node_name()}")
     watchdog = Watchdog(Path(sys.argv[1]))
     try:
         watchdog.register()
     except FileNotFoundError:
-        os._exit(1)  # the ranks have ended meanwhile, and their folder with them
-    with suppress(OSError):  # the process that has started it may have gone
+        os._exit(1)  # the ranks have ended meanwhile, and their folder was removed
+    with suppress(OSError):  # the process that has started the watchdog may have ended
         os.write(report_ready, b".")
     os.close(report_ready)
     os.close(is_ready)
     watchdog.run()
-    os._exit(0)  # without waiting for a call to storage that does not return
+    os._exit(0)  # does not wait for a storage call that may never return
 
 
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""Losses and gradients that are not finite, spikes, and replicas that differ."""
+"""Finds losses and gradients that are not finite, spikes of the loss, and replicas that differ."""

@@ -1,4 +1,4 @@
-"""Which ranks hold another state than the others, judged by the digests of it. No Trainer, no torch."""
+"""Finds ranks whose state differs from the other ranks' state, by digests of the states. No Trainer, no torch."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Divergence:
-    """Ranks whose states should be the same, and are not.
+    """Groups of ranks whose states should be the same, and are not.
 
     Attributes:
         step: ``trainer.global_step`` of these states.
-        groups: The ranks that hold the same, the largest group first. A rank that could not say is in none, nor is one
-            that holds another shard.
+        groups: Ranks that hold the same state, the largest group first. A rank that could not compute its digest is in
+            no group, nor is a rank that holds another shard.
     """
 
     step: int
@@ -21,13 +21,13 @@ class Divergence:
 
     @staticmethod
     def between(step: int, digests: Sequence[str], shards: int = 1) -> Divergence | None:
-        """What there is to say of the digests of all ranks; nothing if they are the same.
+        """Compares the digests of all ranks; ``None`` if they are the same.
 
         Args:
             step: ``trainer.global_step`` of the states.
-            digests: By rank; empty where a rank could not say.
-            shards: How many ranks that follow each other hold the state together, and the next as many again. Of
-                several shards that differ the first one is told of.
+            digests: By rank; empty for a rank that could not compute its digest.
+            shards: How many consecutive ranks hold one copy of the state together. If several shards differ, only the
+                first one is reported.
         """
         for shard in range(shards):
             groups: dict[str, list[int]] = {}
@@ -41,7 +41,7 @@ class Divergence:
 
     @property
     def suspects(self) -> tuple[int, ...]:
-        """The ranks that more than half of all hold it against; none if there is no majority."""
+        """The ranks outside of the group that has more than half of the ranks; none if there is no such majority."""
         if 2 * len(self.groups[0]) <= sum(map(len, self.groups)):
             return ()
         return tuple(sorted(rank for group in self.groups[1:] for rank in group))

@@ -1,11 +1,11 @@
-"""Numbers that went wrong: found without the host waiting for the device, and undone bit for bit.
+"""Finds non-finite numbers and spikes without making the host wait for the device, and undoes writes bit for bit.
 
-Parts of a guard that looks at every step: whether gradients are finite, what a loss must not exceed, and how tensors
-get back what a bad batch has taken from them. Torch only, no Trainer.
+These are the parts of a guard that checks every step: whether gradients are finite, which threshold a loss must not
+reach, and how tensors get back their content from before a bad batch. Torch only, no Trainer.
 
-On an accelerator the host is ahead of the device. Whoever reads a value there (``item()``, ``if tensor``) waits until
-everything before it is done, in every step. So verdicts stay tensors on the device, the host reads them later
-(:class:`LateReads`), and what a bad step has written is put back where the verdict says so, on the device.
+On an accelerator the host is ahead of the device. Code that reads a value there (``item()``, ``if tensor``) waits until
+everything before it is done, in every step. So verdicts stay tensors on the device, and the host reads them later
+(:class:`LateReads`). Where the verdict is bad, the device itself puts back what a bad step has overwritten.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from lightning_resilience._torch import local
 _group_by_kind: Callable[[Any], Any] | None
 try:
     from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype as _group_by_kind
-except ImportError:  # each tensor is looked at then
+except ImportError:  # then each tensor is checked on its own
     _group_by_kind = None
 
 _STRIDED = torch.strided  # an attribute of a module costs more
@@ -33,19 +33,19 @@ _LAYOUT = operator.attrgetter("layout")
 _TYPES = {torch.float32, torch.bfloat16, torch.float16, torch.float64}
 
 _LARGE = 1 << 16
-"""Elements of a buffer that is not copied in every step unless it changes."""
+"""A buffer with more elements than this is copied in every step only if it changes."""
 
 
 def all_finite(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
-    """Whether no element of any tensor is NaN or infinite; exact for every type, the host waits for nothing.
+    """Whether no element of any tensor is NaN or infinite. Exact for every type; the host waits for nothing.
 
-    Large numbers are finite numbers: nothing is added or squared, which could overflow. Integers are finite. Of a
-    sharded tensor (DTensor) the part of this rank counts, of a sparse one what it stores; tensors without content
-    (empty, on ``meta``) do not count.
+    Large numbers count as finite: nothing is added or squared, which could overflow. Integers are finite. Of a sharded
+    tensor (DTensor) this rank's part counts, of a sparse tensor its stored values; tensors without content (empty, on
+    ``meta``) do not count.
 
     Returns:
-        A boolean without dimensions and without a graph; true if there are no tensors. On the device of the first
-        tensor, but not on the CPU if there are tensors elsewhere: a copy from there would have to be waited for.
+        A boolean without dimensions and without a graph; true if there are no tensors. It is on the device of the first
+        tensor that is not on the CPU, if there is one: the host would have to wait for a copy to the CPU.
     """
     tensors = list(tensors)
     with torch.no_grad():
@@ -65,7 +65,7 @@ _Groups = dict[tuple[torch.device, torch.dtype], list[torch.Tensor]]
 
 
 def _groups_of_dense(tensors: list[torch.Tensor]) -> _Groups | None:
-    """The tensors by device and type, without a look at each; ``None`` if not all are as most gradients are."""
+    """The tensors by device and type, without a check of each; ``None`` if not all are dense, as most gradients are."""
     if _group_by_kind is not None and _are_dense(tensors) and all(map(torch.Tensor.numel, tensors)):
         found = _group_by_kind([tensors])
         devices = {device for device, _ in found}
@@ -79,7 +79,7 @@ def _are_dense(tensors: list[torch.Tensor]) -> bool:
 
 
 def _groups_of_any(tensors: list[torch.Tensor]) -> _Groups:
-    """What this rank holds of the tensors, by device and type; nothing of those without content."""
+    """This rank's part of the tensors, by device and type; tensors without content are left out."""
     groups: _Groups = {}
     for tensor in tensors:
         stored = stored_numbers(tensor)
@@ -92,7 +92,7 @@ def _groups_of_any(tensors: list[torch.Tensor]) -> _Groups:
 
 
 def all_of(verdicts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Whether all of these booleans are true, one at least: with as few kernels as can be."""
+    """Whether all of these booleans (at least one) are true, with as few kernels as possible."""
     if len(verdicts) <= 2:
         return functools.reduce(torch.logical_and, verdicts)
     return torch.stack(tuple(verdicts)).all()
@@ -101,8 +101,8 @@ def all_of(verdicts: Sequence[torch.Tensor]) -> torch.Tensor:
 def are_finite(tensors: list[torch.Tensor]) -> bool:
     """Like :func:`all_finite`, where the host may wait. Several times faster for dense tensors on the CPU.
 
-    They share one call of the operation with which gradient scalers look for infinities: it is exact, and with a scale
-    of 1 it writes back the bits that it has read. It raises for what it cannot take.
+    One call of the operation with which gradient scalers look for infinities checks all dense tensors. It is exact, and
+    with a scale of 1 it writes back the bits that it has read. It raises for tensors that it does not support.
     """
     if {*map(type, tensors)} == {torch.Tensor}:  # a subclass may reduce over ranks
         found = torch.zeros(1, device="cpu")
@@ -120,18 +120,18 @@ _ONE = torch.ones(1, device="cpu")
 
 def _is_group_finite(group: list[torch.Tensor], device: torch.device) -> torch.Tensor:
     if device.type == "cpu":
-        # Both reductions propagate NaN. Torch's own maximum norm is not vectorised here, and five times slower.
+        # Both reductions propagate NaN. Torch's own maximum norm is not vectorized here, and five times slower.
         extremes = [extreme for values in group for extreme in torch.aminmax(_in_memory_order(values))]
         return torch.isfinite(torch.stack(extremes)).all()
-    magnitudes = list(torch._foreach_norm(group, ord=math.inf))  # the largest ones; few kernels for all of them
+    magnitudes = list(torch._foreach_norm(group, ord=math.inf))  # few kernels for all tensors
     return (torch.stack(magnitudes) < math.inf).all()  # false for NaN; isfinite() takes four kernels
 
 
 def stored_numbers(tensor: torch.Tensor) -> torch.Tensor:
-    """The numbers that this rank holds of ``tensor``, in a type that torch can calculate with."""
+    """The numbers of ``tensor`` that this rank holds, in a type with which torch can calculate."""
     tensor = local(tensor)
     if tensor.layout is torch.sparse_coo:
-        tensor = tensor._values()  # also of one whose indices repeat
+        tensor = tensor._values()  # works also if indices repeat
     elif tensor.layout is not torch.strided:
         tensor = tensor.values()
     if tensor.is_floating_point() and tensor.dtype.itemsize == 1 and _has_nonfinite(tensor.dtype):
@@ -144,7 +144,7 @@ def _has_nonfinite(dtype: torch.dtype) -> bool:
 
 
 def _real(tensor: torch.Tensor) -> torch.Tensor:
-    """Both parts of complex numbers, since the magnitude of a finite one may be infinite."""
+    """Splits complex numbers into their parts, since the magnitude of a finite complex number may be infinite."""
     return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
@@ -156,14 +156,14 @@ def _in_memory_order(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def nonfinite_names(named: Iterable[tuple[str, torch.Tensor]], limit: int = 5) -> list[str]:
-    """Which tensors are not finite, for a report; the host waits for the device.
+    """Names the tensors that are not finite, for a report; the host waits for the device.
 
     Args:
         named: Names and tensors, as :func:`all_finite` takes them.
-        limit: How many are named.
+        limit: How many tensors are named at most.
 
     Returns:
-        Such as ``layer.weight (3 of 1024 elements: nan)``; where there are more than ``limit``, ``and 7 more`` at last.
+        Such as ``layer.weight (3 of 1024 elements: nan)``; if there are more than ``limit``, ``and 7 more`` at the end.
     """
     names: list[str] = []
     more = 0
@@ -182,21 +182,21 @@ def nonfinite_names(named: Iterable[tuple[str, torch.Tensor]], limit: int = 5) -
 
 
 class SpikeReference:
-    """What a loss must stay below, learned from earlier ones.
+    """The threshold below which a loss must stay, learned from earlier losses.
 
     Without a window this is Megatron-core's rule (``RerunStateMachine.is_unexpectedly_large``): a multiple of the
-    largest magnitude among the first losses, which is not learned any further. With a window it is a multiple of the
-    running mean of the latest magnitudes, and follows the training; ``torchmetrics.aggregation.RunningMean`` means the
-    same, but takes a millisecond where this takes one microsecond.
+    largest magnitude among the first losses, which stays fixed after them. With a window it is a multiple of the
+    running mean of the latest magnitudes, and follows the training; ``torchmetrics.aggregation.RunningMean`` computes
+    the same, but takes a millisecond where this class takes one microsecond.
 
-    Only losses of steps that counted are to be observed: a spike that is observed makes room for the next one.
+    Only losses of accepted steps must be observed: an observed spike raises the threshold for the next one.
 
-    If all losses so far were zero, a multiple of them says nothing: there is no threshold before the first other one.
+    If all losses so far were zero, their multiple means nothing: there is no threshold before the first nonzero loss.
 
     Args:
-        factor: How many times the reference is too much.
-        window: Over how many losses the running mean goes; ``None`` for Megatron-core's rule.
-        samples: From how many losses Megatron-core's rule learns. Without meaning if there is a window.
+        factor: A loss of this many times the reference is a spike.
+        window: The number of losses in the running mean; ``None`` for Megatron-core's rule.
+        samples: The number of losses from which Megatron-core's rule learns. Without effect if there is a window.
     """
 
     def __init__(self, factor: float, window: int | None = None, samples: int = 100) -> None:
@@ -217,7 +217,7 @@ class SpikeReference:
         return self._factor * reference if reference > 0 else math.inf
 
     def observe(self, loss: float) -> None:
-        """Learns from a loss that was accepted. One that is not finite is ignored."""
+        """Learns from an accepted loss. A loss that is not finite is ignored."""
         if not math.isfinite(loss):
             return
         if self._window is not None:
@@ -231,15 +231,15 @@ class SpikeReference:
         return math.isfinite(loss) and abs(loss) >= self.threshold
 
     def state_dict(self) -> dict[str, Any]:
-        """What was observed, in plain types."""
+        """The observed losses, as plain types."""
         return {"observed": self._observed, "largest": self._largest, "recent": list(self._recent)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on with the same thresholds, bit for bit.
+        """Continues with the same thresholds, bit for bit.
 
         The state holds losses, not settings, so a new factor applies at once. A smaller window takes the latest of the
-        losses and a larger one waits until it is full. One kind of reference cannot go on with the losses of the
-        other, and begins anew.
+        losses, and a larger window waits until it is full. One kind of reference cannot continue with the losses of the
+        other kind, and begins anew.
         """
         self._observed = int(state["observed"])
         self._largest = float(state["largest"])
@@ -249,23 +249,23 @@ class SpikeReference:
 
 
 class Undo:
-    """Gives tensors back the content that they had.
+    """Keeps the content of tensors, and puts it back.
 
-    All of the content is copied every time. Torch counts the writes to a tensor, but not all of them: batch
-    normalisation changes its running mean and variance uncounted, and so do fused kernels of other libraries. Copies
-    lie on the device of their tensor, in memory that is used again: one piece for all tensors of a device and a type,
-    so that a few kernels are enough, however many tensors there are. So this is for small tensors, such as the buffers
-    of a module.
+    The whole content is copied every time. Torch's counter of writes to a tensor misses some of them: batch
+    normalization changes its running mean and variance uncounted, and so do fused kernels of other libraries. A copy is
+    on the device of its tensor, in memory that is reused: one piece for all tensors of a device and a type, so that a
+    few kernels are enough for any number of tensors. So this class is for small tensors, such as the buffers of a
+    module.
 
-    What is put back is not counted either: a graph made before may be used after it, as several optimizers do in one
-    step (the generator's and the discriminator's of a GAN).
+    Writes that put content back are not counted either: a graph made before them may be used after them, as several
+    optimizers do in one step (a GAN's generator and discriminator).
 
-    A tensor is known by its place among the others, so one that was replaced by a new one is put back as well. If
-    there are more or fewer tensors than there were, each is known by its identity.
+    A tensor is identified by its place in the list, so the content of a tensor is put back into a new tensor that has
+    replaced it. If the number of tensors has changed, each is identified as an object.
 
     Args:
-        tensors: The tensors of this moment, always in the same order; asked whenever something is kept or put back.
-            Of a sharded tensor (DTensor) this is about the part of this rank.
+        tensors: Returns the tensors of this moment, always in the same order; called whenever something is kept or put
+            back. Of a sharded tensor (DTensor) only this rank's part is kept.
     """
 
     def __init__(self, tensors: Callable[[], Iterable[torch.Tensor]]) -> None:
@@ -281,7 +281,7 @@ class Undo:
         self._groups: list[_Group] = []
 
     def keep(self) -> None:
-        """Remembers what the tensors hold now, in place of what was remembered before."""
+        """Keeps the present content of the tensors, and drops the content kept before."""
         now = self._now()
         if not now and not self._known:
             return
@@ -295,13 +295,13 @@ class Undo:
                 self._kept[place] = now[place].detach().clone()  # its size depends on its content
 
     def restore(self, where: torch.Tensor | bool = True) -> None:
-        """Puts back what was kept, bit for bit. Not between a forward pass and its backward pass.
+        """Puts back the kept content, bit for bit. Do not call it between a forward pass and its backward pass.
 
         Args:
-            where: Whether to. A boolean tensor of one element is not read by the host: the device chooses between the
-                old and the new content of each tensor. Only for a tensor on the CPU if ``where`` is not there, and for
-                a sparse one, the host waits for ``where``. If that is on the CPU anyway, ``bool(where)`` is the cheaper
-                argument, since nothing is done if it is false.
+            where: Whether to put it back. The host does not read a boolean tensor of one element: the device chooses
+                between the old and the new content of each tensor. The host waits for ``where`` only for a tensor on
+                the CPU while ``where`` is on a device, and for a sparse tensor. If ``where`` is on the CPU anyway,
+                ``bool(where)`` is the cheaper argument, since nothing is done if it is false.
         """
         if where is False:
             return
@@ -315,7 +315,7 @@ class Undo:
                         chosen.update(group.places)
             if len(chosen) == len(now):
                 return
-        with torch.inference_mode():  # a buffer that was replaced in a validation can be written to only here
+        with torch.inference_mode():  # a buffer that a validation has replaced can be written only in this mode
             for tensor, kept in self._pairs(now, chosen):
                 is_strided = tensor.layout is torch.strided
                 if isinstance(where, torch.Tensor) and is_strided and _can_choose(tensor.device, where):
@@ -327,9 +327,9 @@ class Undo:
                     tensor.copy_(kept)
 
     def invalidated(self) -> torch.Tensor:
-        """Whether a number that was finite when it was kept is not so any more; one boolean, not looked at by the host.
+        """Whether a number that was finite when kept is no longer finite: one boolean, which the host does not read.
 
-        Of tensors that are the same ones, or like them.
+        Considers only tensors that still have the shapes, types, devices and layouts of the kept ones.
         """
         now = self._now()
         verdicts: list[torch.Tensor] = []
@@ -342,7 +342,7 @@ class Undo:
             return torch.stack([each.to(home, non_blocking=True) for each in verdicts]).any()
 
     def _now(self) -> list[torch.Tensor]:
-        """What this rank holds of the tensors. In nearly every step they are what they were: the same list again."""
+        """This rank's part of the tensors. In nearly every step they are unchanged, and the same list is returned."""
         given = list(self._tensors())
         are_same = len(given) == len(self._given) and all(map(operator.is_, given, self._given))
         if are_same and self._marks is not None and self._marks == _marks(given):
@@ -355,13 +355,13 @@ class Undo:
         return self._here
 
     def _is_prepared(self, now: list[torch.Tensor]) -> bool:
-        # Not whether they are the same tensors: ``Module.to`` gives a tensor another type, device or memory.
+        # Does not compare identities: ``Module.to`` gives the same tensor another type, device or memory.
         if now is not self._prepared_for and len(now) == len(self._kinds) and [*map(_kind, now)] == self._kinds:
             self._prepared_for = now
         return now is self._prepared_for
 
     def _prepare(self, now: list[torch.Tensor]) -> None:
-        """Makes room for the copies, in groups for which one kernel is enough."""
+        """Allocates memory for the copies, in groups for which one kernel is enough."""
         places: dict[Any, list[int]] = {}
         for place, tensor in enumerate(now):
             if tensor.layout is torch.strided:
@@ -375,7 +375,7 @@ class Undo:
                 self._kept[place] = kept
 
     def _pairs(self, now: list[torch.Tensor], without: Collection[int]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """The tensors of this moment, each with what was kept of it, if anything was that it can take."""
+        """The present tensors, each with its kept content; without tensors for which no matching content was kept."""
         by_identity = {id(tensor): kept for tensor, kept in zip(self._known, self._kept, strict=True)}
         for place, tensor in enumerate(now):
             kept = self._kept[place] if len(now) == len(self._kept) else by_identity.get(id(tensor))
@@ -384,11 +384,11 @@ class Undo:
 
 
 class _Group:
-    """What is kept of tensors of one device and type, side by side.
+    """The kept content of the tensors of one device and type, side by side in memory.
 
     Attributes:
-        places: Theirs among all tensors.
-        kept: What is kept of each; views of one piece of memory.
+        places: The places of these tensors among all tensors.
+        kept: The kept content of each tensor; views of one piece of memory.
     """
 
     def __init__(self, places: list[int], tensors: list[torch.Tensor]) -> None:
@@ -400,17 +400,17 @@ class _Group:
         self._views: list[torch.Tensor] = []
 
     def of(self, now: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Those of all tensors that are in this group."""
+        """The tensors of this group, out of all tensors."""
         return [now[place] for place in self.places]
 
     def choose(self, now: list[torch.Tensor], bad: torch.Tensor) -> None:
-        """Puts back what was kept where ``bad`` says so: three kernels, and a few more for hundreds of tensors."""
+        """Puts the kept content back if ``bad`` is true: three kernels, and a few more for hundreds of tensors."""
         chosen = self._gather(now)
         torch.where(bad, self._all_kept, chosen, out=chosen)
         torch._foreach_copy_([tensor.data for tensor in self.of(now)], self._views)
 
     def invalidated(self, now: list[torch.Tensor]) -> torch.Tensor:
-        """Whether a number that was finite is not so any more."""
+        """Whether a number that was finite is no longer finite."""
         values, kept = self._gather(now), self._all_kept
         if self.dtype.itemsize == 1:
             values, kept = values.to(torch.bfloat16), kept.to(torch.bfloat16)
@@ -429,12 +429,12 @@ class _Group:
 
 
 def _can_choose(device: torch.device, where: torch.Tensor) -> bool:
-    """Whether ``device`` can choose the content of its tensors; otherwise the host has to know ``where``."""
+    """Whether ``device`` can choose the content of its tensors by ``where``; otherwise the host must read ``where``."""
     return device.type != "cpu" or where.device.type == "cpu"
 
 
 def _without_repeats(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor that was expanded, as it was before: no element of it can be written otherwise."""
+    """Undoes the expansion of a tensor: the elements of an expanded tensor cannot be written."""
     if tensor.layout is torch.strided and not tensor.is_contiguous():
         for axis, (length, step) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
             if step == 0 and length > 1:
@@ -447,19 +447,19 @@ _FORM = operator.attrgetter("shape", "dtype")
 
 
 def _marks(tensors: list[torch.Tensor]) -> list[Any]:
-    """What differs if a tensor is the same object and yet another one: by its ``data``, or by ``resize_``."""
+    """Marks that differ if a tensor object has got other content by its ``data``, or by ``resize_``."""
     return [*map(_FORM, tensors), *map(torch.Tensor.data_ptr, tensors)]
 
 
 class ChangingBuffers:
     """The buffers of a module that a forward pass may change, for :class:`Undo`.
 
-    Small ones always. Of large ones (the mask of an attention, say) those that were seen to change: all of them in the
-    first windows, later those whose version or object is not what it was. What begins to change only then is not among
-    them the first time.
+    Small buffers are always included. Large buffers, such as an attention mask, are all included in the first windows;
+    later only those whose version or object was seen to change. A large buffer that begins to change later is not
+    included the first time.
 
     Args:
-        module: Its submodules must have their buffers by now. A buffer may be replaced.
+        module: The module; its submodules must already have their buffers. A buffer may be replaced later.
     """
 
     _FIRST = 3
@@ -476,11 +476,11 @@ class ChangingBuffers:
 
     @property
     def exist(self) -> bool:
-        """Whether the module has any."""
+        """Whether the module has any buffers."""
         return bool(self._names)
 
     def look(self) -> None:
-        """Looks for changes; to be called once for every window, before the buffers are copied."""
+        """Looks for changed buffers; call it once for every window, before the buffers are copied."""
         self._first -= 1
         self._fetch()
         if self._large:
@@ -492,7 +492,7 @@ class ChangingBuffers:
                 self._changing.add(place)
 
     def __call__(self) -> list[torch.Tensor]:
-        """Those that may change, in the order of the module."""
+        """The buffers that may change, in the order of the module."""
         self._fetch()
         if self._found is None:
             left_out = {*self._large} - self._changing if self._first < 0 else set()
@@ -508,14 +508,14 @@ class ChangingBuffers:
 
 
 class LateReads:
-    """Reads numbers from a device when they are there, so that nobody waits for them.
+    """Reads numbers from a device after they have arrived on the host, so that the host does not wait for them.
 
-    A number of an accelerator travels into host memory behind the work that the device has to do before, and shows up
-    some steps later. What is on the CPU, or on a device without streams (``mps``), is read at once.
+    An accelerator copies a number into host memory after its earlier work is done, so the number arrives some steps
+    later. A number on the CPU, or on a device without streams (``mps``), is read at once.
 
     Args:
-        limit: How many numbers may be on their way. One more, and the oldest is waited for: a host that is so far
-            ahead would soon wait anyway.
+        limit: How many numbers may be on their way. With one more, the host waits for the oldest: a host that is so
+            far ahead would soon wait anyway.
     """
 
     def __init__(self, limit: int = 64) -> None:
@@ -524,10 +524,10 @@ class LateReads:
         self._travelling: deque[tuple[Any, torch.Tensor, Any]] = deque()
 
     def put(self, tag: Any, tensor: torch.Tensor) -> None:
-        """Has a number read: the one that ``tensor`` holds at this point of the device's work.
+        """Begins to read the number that ``tensor`` holds at this point of the device's work.
 
         Args:
-            tag: Given back with the number.
+            tag: Returned with the number.
             tensor: One real number, of any type; later writes to it do not matter.
         """
         number, arrival = _send(local(tensor.detach()))
@@ -543,7 +543,7 @@ class LateReads:
         return there
 
     def drain(self) -> list[tuple[Any, float]]:
-        """Waits for all that are on their way, and returns what :meth:`ready` would."""
+        """Waits for all numbers that are on their way, and returns what :meth:`ready` would return then."""
         while self._travelling:
             self._arrive(wait=True)
         return self.ready()
@@ -561,7 +561,7 @@ class LateReads:
 
 
 def _send(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-    """Copies one number into host memory; also returns the event of its arrival, if it is not there already."""
+    """Copies one number into host memory; returns it with the event of its arrival, or ``None`` if it has arrived."""
     device = tensor.device
     streams: Any = torch.get_device_module(device)
     if device.type == "cpu" or not hasattr(streams, "current_stream"):

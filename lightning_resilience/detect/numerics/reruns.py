@@ -1,9 +1,9 @@
-"""What a step that is bad again and again says about the hardware: pure decisions, no Trainer, no torch.
+"""Decides what follows when a step stays bad in reruns, and which devices are to blame. No Trainer, no torch.
 
-A step that is bad is run again at once, with the same random numbers. If it is good then, a fault has passed. If it is
-bad again, either its data or the device is to blame, and only another device can tell. These are the decisions of
-Megatron-core's rerun machine (``rerun_state_machine.py``), with an end to every way: Megatron restarts on the same
-device for ever if there is no other.
+A bad step is run again at once, with the same random numbers. If it is good then, the fault was transient. If it is bad
+again, either its data or the device is to blame, and only a run on another device shows which. These are the decisions
+of Megatron-core's rerun machine (``rerun_state_machine.py``), but the number of restarts is limited: Megatron restarts
+on the same device forever if there is no other one.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Any, Literal
 Decision = Literal["elsewhere", "correct", "older", "end"]
 """What follows a step that was bad twice.
 
-``elsewhere``: a restart, if possible on other devices. ``correct``: it is bad on other devices too, so it is what the
-data and the weights make; the policy for bad steps decides. ``older``: there are no other devices, so perhaps the
-weights are to blame; from an older checkpoint. ``end``: that has not helped either.
+``elsewhere``: restart, if possible on other devices. ``correct``: the step is bad on other devices too, so data and
+weights cause it, and the policy for bad steps decides. ``older``: no other devices came, so perhaps the weights are to
+blame; restart from an older checkpoint. ``end``: the older checkpoint has not helped either; end the run.
 """
 
 
@@ -26,11 +26,11 @@ class PendingRerun:
     """A step that was bad twice on the same devices.
 
     Attributes:
-        batch: Its epoch and first batch.
-        devices: Of all ranks.
+        batch: The step's epoch and first batch.
+        devices: The devices of all ranks.
         reason: What was bad.
-        reruns: How many restarts it has been given.
-        older: Whether the run has gone back to an older checkpoint because of it.
+        reruns: How many restarts there have been for this step.
+        older: Whether the run has resumed from an older checkpoint because of this step.
     """
 
     batch: tuple[int, int]
@@ -40,12 +40,12 @@ class PendingRerun:
     older: bool = False
 
     def to_json(self) -> dict[str, Any]:
-        """In plain types."""
+        """The values as plain types."""
         return asdict(self)
 
     @staticmethod
     def from_json(content: Mapping[str, Any] | None) -> PendingRerun | None:
-        """What :meth:`to_json` has made, or ``None``."""
+        """Restores the result of :meth:`to_json`; ``None`` for empty content."""
         if not content:
             return None
         epoch, batch = content["batch"]
@@ -60,14 +60,14 @@ def decide_rerun(
     """Decides about a step that was bad twice.
 
     Args:
-        suspect: What is known from before the last restart.
+        suspect: The step that was bad twice before the last restart, if any.
         batch: The step's epoch and first batch.
-        devices: Those of all ranks, on which it was bad.
+        devices: The devices of all ranks, on which the step was bad.
         reason: What was bad.
-        max_reruns: How many restarts a step is worth on the same devices.
+        max_reruns: How many restarts a step gets on the same devices.
 
     Returns:
-        The decision, and what has to be known after a restart.
+        The decision, and the suspect to remember for the time after a restart.
     """
     if suspect is None or suspect.batch != batch:
         return "elsewhere", PendingRerun(batch, tuple(devices), reason)
@@ -79,10 +79,10 @@ def decide_rerun(
 
 
 def blamed_devices(suspect: PendingRerun, devices: Sequence[str]) -> list[str]:
-    """The devices to blame, now that the step was good: those that are others than before; none if all are the same.
+    """The devices to blame after the step was good: those that were replaced; none if all devices are the same.
 
     Args:
-        suspect: What is known from before.
-        devices: Those of all ranks, on which it was good.
+        suspect: The step that was bad twice before the restart.
+        devices: The devices of all ranks, on which the step was good.
     """
     return [f"rank {rank} on {before}" for rank, before in enumerate(suspect.devices) if before != devices[rank]]

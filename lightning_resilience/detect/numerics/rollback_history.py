@@ -14,7 +14,7 @@ from lightning_resilience.detect.numerics.reruns import PendingRerun
 log = logging.getLogger(__name__)
 
 REFILL_STEPS = 20
-"""A bad step so many steps beyond the last problem is a new problem, with its own number of rollbacks."""
+"""A bad step more than this many steps after the last problem is a new problem, with its own number of rollbacks."""
 
 
 @dataclass
@@ -42,9 +42,9 @@ class Window:
     """The batches of one optimizer step, the same ones on every rank.
 
     Attributes:
-        epoch: In which they are.
-        begin: The number of the first, in the order in which they are fetched.
-        end: One more than the number of the last.
+        epoch: The epoch of the batches.
+        begin: The number of the first batch, in the order in which batches are fetched.
+        end: One more than the number of the last batch.
         step: ``trainer.global_step`` before the step.
     """
 
@@ -56,19 +56,20 @@ class Window:
 
 @dataclass
 class RollbackHistory:
-    """The file's content.
+    """The content of the file.
 
     Attributes:
-        world_size: Of the run; with another one, other batches have these numbers, and windows say nothing.
+        world_size: The run's world size. With another one these numbers mean other batches, and windows are dropped.
         rollbacks: Number of rollbacks because of the last problem.
         trouble: The furthest step of that problem.
-        went_back_from: Its first window.
+        went_back_from: The first window of that problem.
         skipped: Windows that are not trained on; ``passed_over`` in the file.
         validated: Windows whose steps are bad on other devices too.
-        suspect: The step to be tried on other devices.
-        initially_nonfinite: Names of tensors that were not finite when the fit began, on purpose.
+        suspect: The step to try again on other devices.
+        initially_nonfinite: Names of tensors that were not finite when the fit began, on purpose; ``unfit_from_birth``
+            in the file.
         of_global: Whether the rollbacks to local checkpoints are used up, and ``rollbacks`` counts those to global
-            ones.
+            checkpoints.
     """
 
     world_size: int
@@ -83,10 +84,10 @@ class RollbackHistory:
 
     @staticmethod
     def read(path: str | os.PathLike[str], world_size: int) -> RollbackHistory:
-        """Reads the file; an empty history if there is none, or (with a warning) if its format is incompatible.
+        """Reads the file; an empty history if no file exists, or (with a warning) if its format is incompatible.
 
         Raises:
-            OSError: If it cannot be read.
+            OSError: If the file cannot be read.
         """
         written = load_json(path)
         if written is None and not os.path.lexists(path):
@@ -115,10 +116,10 @@ class RollbackHistory:
         return found
 
     def write(self, path: str | os.PathLike[str]) -> None:
-        """Publishes the file.
+        """Writes the file.
 
         Raises:
-            OSError: If it cannot be written.
+            OSError: If the file cannot be written.
         """
         content = asdict(self)
         for name, in_file in (("initially_nonfinite", "unfit_from_birth"), ("skipped", "passed_over")):
@@ -126,14 +127,15 @@ class RollbackHistory:
         write_json(path, content)
 
     def is_first(self, window: Window, loaded_step: int) -> bool:
-        """Whether the run has not yet come as far as ``window`` and gone back from there, to before what was loaded.
+        """Whether the loaded state may be to blame for a bad ``window``.
 
-        If it has, and the same window is bad again from an older state, it is the window that is to blame; if a later
-        one is, that is another trouble. Neither says anything against the state.
+        False if the run has rolled back from this window or an earlier one, and the loaded state is not from after that
+        window. If the same window is bad again from an older state, the window is to blame. If a later window is bad,
+        that is another problem. Neither speaks against the state.
 
         Args:
-            window: Whose step is bad.
-            loaded_step: That of the state from which the training has come to it.
+            window: The window whose step is bad.
+            loaded_step: The step of the loaded state, from which the training has come to the window.
         """
         last = self.went_back_from
         return last is None or last.step < loaded_step or (window.epoch, window.begin) < (last.epoch, last.begin)
@@ -143,8 +145,8 @@ class RollbackHistory:
 
         Args:
             step: The furthest step of the problem.
-            windows: Those whose steps were bad, in order.
-            skip: Whether they are not trained on any more.
+            windows: The windows whose steps were bad, in order.
+            skip: Whether to train on these windows no more.
         """
         back = Rollbacks(self.rollbacks, self.trouble)
         self.rollbacks = back.add(step)
@@ -155,7 +157,7 @@ class RollbackHistory:
             self.skipped += windows
 
     def turn_to_global(self) -> None:
-        """The rollbacks to local checkpoints are used up: the last one counted is the first to a global one."""
+        """Records that the rollbacks to local checkpoints are used up: the last one counted is the first global one."""
         self.rollbacks, self.of_global = 1, True
 
 

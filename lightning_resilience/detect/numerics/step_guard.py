@@ -1,16 +1,16 @@
-"""Whether a step of the training may change the model, decided alike on all ranks; and what to do if not. No Trainer.
+"""The guard of training steps: decides, alike on all ranks, whether a step may change the model. No Trainer.
 
-**One result without a collective of its own.** A rank with a bad loss (not finite, or a spike) notifies the others by
-its gradients: they are replaced by NaN, and the reduction of gradients that happens anyway (DDP's all-reduce) brings
-that to every rank. So a rank of a DDP job checks only its reduced gradients, which are the same on all. Where gradients
-are sharded, their norm is checked if they are clipped by it. If they are not, nothing that all ranks know comes between
-the last gradient and the step, and no rank may skip alone: the step happens, and the rank that has found something bad
-reports it.
+**One result without an extra collective.** A rank with a bad loss (not finite, or a spike) notifies the other ranks by
+its gradients: the guard replaces them by NaN, and the usual reduction of gradients (DDP's all-reduce) carries the NaN
+to every rank. So a rank of a DDP job checks only its reduced gradients, which are the same on all ranks. Where
+gradients are sharded and clipped by their norm, the guard checks this norm. Where they are sharded and not clipped, the
+ranks share no number between the last gradient and the step, and no rank may skip alone: the step happens, and the rank
+that has found something bad reports it.
 
-**When.** Right before an optimizer changes anything: after the gradients have been reduced, unscaled and clipped. On
-the CPU a number is read at no cost, so the result is known at once. On an accelerator the host must not wait: an
-optimizer that can skips the step on the device by itself (fused ones, by what gradient scalers use), and the host
-learns of it some steps later. With other optimizers the step happens, and all that is left is a rollback; a copy of
+**When.** The check comes right before an optimizer changes anything, after the gradients have been reduced, unscaled
+and clipped. On the CPU a number is read at no cost, so the result is known at once. On an accelerator the host must not
+wait: fused optimizers skip the step on the device on their own, by the mechanism for gradient scalers, and the host
+learns of it some steps later. With other optimizers the step happens, and only a rollback can undo it; a copy of
 parameters and moments for every step would take as much memory again.
 """
 
@@ -41,7 +41,7 @@ from lightning_resilience.detect.numerics.numerics import (
 )
 
 Tag = Any
-"""What the caller calls a window; returned with its result."""
+"""The caller's name for a window; returned with its result."""
 
 
 @dataclass(frozen=True)
@@ -61,19 +61,19 @@ class Reruns:
 
 @dataclass(slots=True)
 class StepResult:
-    """The result of a window: of the batches whose gradients went into one step.
+    """The result of a window, that is, of the batches whose gradients went into one step.
 
     Attributes:
         tag: As given to :meth:`StepGuard.begin`.
-        problem: What was wrong, as text; ``None`` if nothing was.
-        is_here: Whether it is known to have begun on this rank.
+        problem: What was wrong, as text; ``None`` if nothing was wrong.
+        is_here: Whether the problem is known to have begun on this rank.
         is_common: Whether all ranks have this result, and get it at the same boundary.
-        has_happened: Whether a bad step has happened although it was to be skipped: the result has come too late, or is
-            that of one rank where others cannot know it in time.
-        loss: The last one of the window on this rank, if it was read.
-        grad_norm: Norm of the gradients of a bad step, which need not be a number.
-        first: What was wrong in the first run, if the second one was good: a transient fault.
-        reproducible: Whether a second run of the same batch had the same result; ``None`` if there was none.
+        has_happened: Whether a bad step has happened although it should have been skipped: the result came too late, or
+            only one rank has it and the other ranks cannot know it in time.
+        loss: The last loss of the window on this rank, if it was read.
+        grad_norm: Norm of the gradients of a bad step; may be NaN or infinite.
+        first: What was wrong in the first run, if the second run was good: a transient fault.
+        reproducible: Whether a second run of the same batch had the same result; ``None`` without a second run.
     """
 
     tag: Tag
@@ -87,7 +87,7 @@ class StepResult:
     reproducible: bool | None = None
 
     def blame(self, problem: str, is_here: bool) -> None:
-        """Records a problem, unless there is one already."""
+        """Records a problem, unless one is already recorded."""
         if self.problem is None:
             self.problem, self.is_here = problem, is_here
 
@@ -97,22 +97,22 @@ class StepGuard:
     """Checks the steps of some optimizers.
 
     Args:
-        optimizers: Returns those of this moment.
-        named_parameters: Returns the model's, to name those whose gradients are not finite.
-        buffers: Those that the forward pass may change: the running statistics of batch normalisation, say.
-        device: Where this rank trains, and all results are brought together.
+        optimizers: Returns the optimizers of this moment.
+        named_parameters: Returns the model's parameters, to name those whose gradients are not finite.
+        buffers: The buffers that the forward pass may change, such as the running statistics of batch normalization.
+        device: The device on which this rank trains, and on which all results are combined.
         skips: Whether a bad step is kept from changing anything: parameters, optimizer state, buffers.
         late: Whether the results of a window come later, since the host must not wait for the device.
-        replicated: Whether all ranks have the same gradients, by which they learn that the loss of one was bad.
-        sharded: Whether ranks have different parts of the gradients. Then a step is skipped if their norm is known (see
-            :meth:`take_norm`), and happens if it is not.
-        alone: Whether this rank's steps are its own, and it may skip one that others make.
+        replicated: Whether all ranks have the same gradients, by which they learn that the loss of one rank was bad.
+        sharded: Whether ranks have different parts of the gradients. Then a bad step is skipped if the norm of the
+            gradients is known (see :meth:`take_norm`), and happens otherwise.
+        alone: Whether this rank makes its steps independently, and may skip a step that other ranks make.
         check_grads: Whether gradients are checked, or only losses.
-        spikes: What a loss must stay below, if anything.
-        has_scaler: Whether a gradient scaler checks the gradients and skips steps in its normal work. One in the user's
-            own code is known by what it sets on the optimizer.
-        reruns: How a batch whose step is bad is run again, before anything is decided. For steps with a closure that
-            runs the whole batch, and results that do not come later.
+        spikes: The reference below which a loss must stay, if any.
+        has_scaler: Whether a gradient scaler checks the gradients and skips steps in its normal work. A scaler in the
+            user's own code is recognized by the attributes that it sets on the optimizer.
+        reruns: How a batch whose step is bad is run again before anything is decided. Works for steps with a closure
+            that runs the whole batch, and with results that do not come later.
     """
 
     optimizers: Callable[[], Sequence[Optimizer]]
@@ -146,14 +146,14 @@ class StepGuard:
             self._hooks.append(register_optimizer_step_post_hook(self._after_step))
 
     def remove(self) -> None:
-        """Checks no more steps."""
+        """Stops checking steps."""
         for hook in self._hooks:
             hook.remove()
 
     # -- windows -------------------------------------------------------------------------------------------------------
 
     def begin(self, tag: Tag) -> None:
-        """A window begins; the one before it, if there was one, is complete."""
+        """Begins a window, and ends the window before it."""
         if self._open:
             self.end()
         self._open = True
@@ -169,7 +169,7 @@ class StepGuard:
         self._bad_loss = False
         self._scaled = self.has_scaler
         """Whether a gradient scaler decides about the steps of this window."""
-        # Results of this window on the device: all of them, those of losses, those of what only this rank has seen.
+        # Results of this window on the device: all results, those of losses, and those that only this rank has seen.
         self._fine: list[torch.Tensor] = []
         self._fine_losses: list[torch.Tensor] = []
         self._fine_here: list[torch.Tensor] = []
@@ -178,7 +178,7 @@ class StepGuard:
             self._gradient_hooks.pop().remove()
 
     def settle(self) -> None:
-        """Restores the buffers that the batches so far have changed, if they were bad; the window goes on."""
+        """Restores the buffers that the batches so far have changed, if they were bad; the window continues."""
         if self._open and self.late:
             self._settle_later()
         elif self._open:
@@ -188,7 +188,7 @@ class StepGuard:
                 self._undo.restore()
 
     def _settle_later(self) -> None:
-        # Once for a window, not after every step: few kernels, and none at all where there is nothing new.
+        # Runs once for a window, not after every step: few kernels, and no kernel if there are no new results.
         if not self._fine or self._settled is not None:
             return
         if self._scaled and self._undo is not None:
@@ -200,7 +200,7 @@ class StepGuard:
             self._undo.restore(self._settled.logical_not())
 
     def end(self) -> bool:
-        """The window is complete; returns whether it is known already that it was a bad one."""
+        """Ends the window. Returns whether it is already known to be bad."""
         if not self._open:
             return False
         self.settle()
@@ -221,17 +221,17 @@ class StepGuard:
         return result.problem is not None
 
     def forget(self) -> None:
-        """Drops what is under way: the training has gone back to an older state."""
+        """Drops the open window and all results, after the training has rolled back to an older state."""
         self._open = False
         self._reads.drain()
         self._accepted_losses.drain()
         self._results.clear()
 
     def results(self, wait: bool = False) -> list[StepResult]:
-        """Those that have become known since the last call, in order.
+        """The results that have become known since the last call, in order.
 
         Args:
-            wait: Whether to wait for those that are still on their way.
+            wait: Whether to wait for results that the device has not delivered yet.
         """
         if not self.late:
             results, self._results = self._results, []
@@ -248,10 +248,10 @@ class StepGuard:
         """Checks a loss before its backward pass.
 
         Args:
-            loss: What the backward pass begins with.
-            scale: What the loss was divided by: by the number of batches that are accumulated, say.
+            loss: The loss with which the backward pass begins.
+            scale: The number by which the loss was divided, such as the number of accumulated batches.
         """
-        if not self._open:  # of a learning-rate search, say
+        if not self._open:  # for example in a learning-rate search
             return
         if self.late:
             self._check_loss_later(loss, scale)
@@ -266,12 +266,12 @@ class StepGuard:
             return
         self._bad_loss = True
         if self.skips and loss.requires_grad and (self.replicated or self.has_scaler):
-            # By the gradients of all parameters: where a loss is clamped, what is multiplied with its own is lost.
+            # Multiplies the gradients of all parameters: if the loss is clamped, a factor on its gradient is lost.
             factor = torch.tensor(math.nan, device="cpu")
             self._multiply_gradients((each for _, each in self.named_parameters() if each.requires_grad), factor)
 
     def _multiply_gradients(self, parameters: Iterable[torch.Tensor], factor: torch.Tensor) -> None:
-        """By NaN, it has whatever reduces or scales the gradients of this batch notify all ranks."""
+        """Multiplies the gradients of this batch. With NaN, their reduction or a gradient scaler notifies all ranks."""
         for parameter in parameters:
             hook = parameter.register_hook(functools.partial(_multiplied, factor=factor))  # type: ignore[no-untyped-call]
             self._gradient_hooks.append(hook)
@@ -280,7 +280,7 @@ class StepGuard:
         value = loss.detach() if scale == 1.0 else loss.detach() * scale
         fine = value.abs() < (math.inf if self.spikes is None else self.spikes.threshold)  # false for NaN
         if self.spikes is not None:
-            # What was not accepted is no number, and nothing is learned from it.
+            # A loss that is not accepted becomes NaN, and the reference learns nothing from it.
             self._accepted_losses.put(None, torch.where(fine, value, math.nan))
             for _, number in self._accepted_losses.ready():
                 self.spikes.observe(number)
@@ -291,17 +291,17 @@ class StepGuard:
         if self.skips and loss.requires_grad:
             factor = _chosen(fine, 1.0, math.nan)
             if self.replicated or self.has_scaler:
-                # By one parameter of each optimizer, since this happens in every step.
+                # Uses one parameter of each optimizer only, since this happens in every step.
                 carriers = (self._carrier(each, with_gradient=False) for each in self.optimizers())
                 self._multiply_gradients((each for each in carriers if each is not None), factor)
             loss.register_hook(functools.partial(_multiplied, factor=factor))  # type: ignore[no-untyped-call]
 
     def _carrier(self, optimizer: Optimizer, with_gradient: bool) -> torch.Tensor | None:
-        """The smallest parameter that takes part: by its gradient ranks notify each other.
+        """The smallest parameter that takes part in the step: by its gradient ranks notify each other.
 
         Args:
-            optimizer: Whose parameter.
-            with_gradient: Whether the backward pass is over. Before, the one that took part the last time is taken.
+            optimizer: The optimizer of the parameter.
+            with_gradient: Whether the backward pass is over. Before that, the parameter of the last step is taken.
         """
 
         def takes_part(parameter: torch.Tensor) -> bool:
@@ -320,20 +320,20 @@ class StepGuard:
         return smallest
 
     def _at_home(self, result: torch.Tensor) -> torch.Tensor:
-        """On this rank's device: results may come from anywhere (a loss on the CPU, layers on several devices)."""
-        # Towards the CPU a copy must be waited for; that is only where this rank trains there, and at no cost.
+        """Copies a result to this rank's device; it may be on another one (a loss on the CPU, a model on several)."""
+        # The host must wait for a copy to the CPU. Such copies are made only if this rank trains there, at no cost.
         return result.to(self.device, non_blocking=self.device.type != "cpu")
 
     def take_norm(self, optimizer: Optimizer, norm: torch.Tensor) -> None:
-        """The norm of an optimizer's gradients of all ranks is known, the same on all of them.
+        """Takes the norm of an optimizer's gradients over all ranks, which is the same on every rank.
 
-        It saves a second look at all gradients where they are not sharded: it is finite if they are. Where it is not,
-        they were clipped to nothing, at the least.
+        Where gradients are not sharded, it replaces a second check of all gradients, because it is finite if they are.
+        A norm that is not finite has at least clipped the gradients to nothing.
         """
         self._norm[id(optimizer)] = norm.detach()
 
     def before_norm(self, optimizer: Optimizer) -> None:
-        """Before that norm: a rank whose loss is bad notifies the others by it."""
+        """Called before that norm is calculated: a rank with a bad loss notifies the other ranks by the norm."""
         if not self.sharded or not self.skips or not (self._bad_loss or self._fine_losses):
             return
         carrier = self._carrier(optimizer, with_gradient=True)
@@ -349,7 +349,7 @@ class StepGuard:
         if not self._open or self.has_scaler or optimizer not in self.optimizers():
             return None
         if self.late:
-            self._put_back(optimizer)  # of a step that has raised
+            self._put_back(optimizer)  # a step that has raised has not done so
             return before_update(functools.partial(self._check_later, optimizer), args, kwargs)
         if self.reruns is not None:
             return around_closure(functools.partial(self._run, optimizer), args, kwargs)
@@ -376,7 +376,7 @@ class StepGuard:
             self._skip(optimizer)
 
     def _run(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Any:
-        """Runs a batch, and again if that is called for."""
+        """Runs a batch, and runs it again if its step is bad or if every batch is to be run twice."""
         assert self.reruns is not None
         before = self.reruns.get_random()
         output = closure()
@@ -389,7 +389,7 @@ class StepGuard:
         self._clear(self._result.tag)
         output = closure()
         again = self._may_step(optimizer)
-        # A bad result is the same bad result: NaN has no value to compare.
+        # Two bad results count as the same result: NaN has no value to compare.
         self._result.reproducible = seen == (self._losses, _norms(optimizer)) if fine and again else fine == again
         if again:
             self._result.first = first
@@ -401,10 +401,10 @@ class StepGuard:
         """Whether the step may happen; records what is wrong if it is bad."""
         norm = self._norm.pop(id(optimizer), None)
         if _is_scaled(optimizer):
-            # The scaler checks the gradients, and where there are other ranks finds a bad loss in them, on all ranks.
+            # The scaler checks the gradients; if there are other ranks, it finds a bad loss in them on all ranks.
             self._scaled, fine = True, not self._bad_loss or self.replicated or self.sharded
         else:
-            all_know = self.replicated or (self.sharded and norm is not None)  # of a bad loss, by what is looked at
+            all_know = self.replicated or (self.sharded and norm is not None)  # learn of a bad loss by the check
             fine = (all_know or not self._bad_loss) and (
                 are_finite(self._to_check(optimizer)) if norm is None else math.isfinite(norm)
             )
@@ -415,7 +415,7 @@ class StepGuard:
         result.grad_norm = math.hypot(*_norms(optimizer)) if norm is None else float(norm)
         if result.problem is None:
             named = ((name, each.grad) for name, each in self.named_parameters() if each.grad is not None)
-            if names := nonfinite_names(named):  # in DDP the same on all ranks, whoever it was
+            if names := nonfinite_names(named):  # in DDP the same on all ranks, whichever rank has caused it
                 result.blame(f"gradients are not finite: {', '.join(names)}", is_here=self.sharded)
             elif norm is not None and math.isinf(norm) and not self.sharded:
                 result.blame("the gradients are too large: their norm is infinite", is_here=False)
@@ -432,7 +432,7 @@ class StepGuard:
         return [carrier.grad] if carrier is not None and carrier.grad is not None else []
 
     def _skip(self, optimizer: Optimizer) -> None:
-        # Zeros would not do: moments, momentum and weight decay go on with zeros too.
+        # Zeros would not do: with zeros too, moments and momentum are updated, and weight decay is applied.
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 parameter.grad = None
@@ -440,7 +440,7 @@ class StepGuard:
             self._undo.restore()
 
     def _is_fine(self, optimizer: Optimizer, norm: torch.Tensor | None) -> torch.Tensor:
-        """Whether the step may happen; the same on all ranks, on the device of this rank."""
+        """Whether the step may happen, as a tensor on this rank's device; the same on all ranks."""
         if norm is not None and not _is_scaled(optimizer):
             fine = self._at_home(norm < math.inf)  # false for NaN
             if self.sharded:
@@ -456,9 +456,9 @@ class StepGuard:
     def _skip_on_device(self, optimizer: Optimizer, fine: torch.Tensor) -> None:
         begins = not optimizer.state and optimizer not in self._stateless
         if begins or on_host(optimizer, self.device):
-            # Its first step, for which the host may wait: optimizers make their state even if they skip it, and a
-            # momentum that begins with the first gradient is not one that begins with nothing. And what steps on the
-            # host has waited for its gradients anyway.
+            # The host may wait for an optimizer's first step. Optimizers create their state even if they skip this
+            # step, and a momentum that begins with the first gradient differs from one that begins with zeros. An
+            # optimizer that steps on the host has waited for its gradients anyway.
             if not bool(fine):
                 self._skip(optimizer)
             elif begins:
@@ -478,10 +478,10 @@ class StepGuard:
         if id(optimizer) in self._beginning:
             self._beginning.discard(id(optimizer))
             if not optimizer.state:
-                self._stateless.add(optimizer)  # it never has any: plain SGD
+                self._stateless.add(optimizer)  # it never has state: plain SGD
 
     def _put_back(self, optimizer: Optimizer) -> None:
-        """Restores what a gradient scaler had set on the optimizer."""
+        """Restores the attributes that a gradient scaler had set on the optimizer."""
         if (before := self._skipping.pop(id(optimizer), None)) is not None:
             for name in _SCALERS:
                 if name in before:
@@ -500,18 +500,18 @@ def _gradients(optimizer: Optimizer) -> list[torch.Tensor]:
 
 
 def _norms(optimizer: Optimizer) -> list[float]:
-    """What tells two backward passes apart."""
+    """The norms of an optimizer's gradients, by which two backward passes are compared."""
     return [float(torch.linalg.vector_norm(stored_numbers(gradient))) for gradient in _gradients(optimizer)]
 
 
 def _chosen(where: torch.Tensor, yes: float, no: float) -> torch.Tensor:
-    """One number or the other, by one kernel: given as numbers, both would be made into tensors each time."""
+    """Selects one of two numbers with one kernel: plain numbers would be converted to tensors each time."""
     return torch.where(where, _constant(yes, where.device), _constant(no, where.device))
 
 
 @functools.cache
 def _constant(number: float, device: torch.device) -> torch.Tensor:
-    return torch.tensor(number, dtype=torch.float32, device=device)  # what optimizers want that skip a step
+    return torch.tensor(number, dtype=torch.float32, device=device)  # as optimizers require it
 
 
 def _multiplied(gradient: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
@@ -522,23 +522,23 @@ _LATE = "the loss or a gradient was not finite"
 _ELSEWHERE = "another rank has a bad loss or bad gradients"
 _BUFFERS = "buffers of the module are no longer finite"
 _SCALERS = ("grad_scale", "found_inf")
-"""What a gradient scaler sets on an optimizer that can skip a step by itself."""
+"""The attributes that a gradient scaler sets on an optimizer that can skip a step on its own."""
 
 
 def _is_scaled(optimizer: Optimizer) -> bool:
-    """Whether a gradient scaler has this optimizer step: it has looked at the gradients, and decides."""
+    """Whether a gradient scaler makes this optimizer step: then the scaler has checked the gradients, and decides."""
     return getattr(optimizer, "found_inf", None) is not None
 
 
 def on_host(optimizer: Optimizer, device: torch.device) -> bool:
-    """Whether the optimizer steps on the host, and this rank trains on another device: its state is kept there."""
+    """Whether the optimizer steps and keeps its state on the host, while this rank trains on another device."""
     return device.type != "cpu" and all(
         parameter.device.type == "cpu" for group in optimizer.param_groups for parameter in group["params"]
     )
 
 
 def can_skip(optimizer: Optimizer) -> bool:
-    """Whether the optimizer leaves a step out on its device if it is told so: what gradient scalers use."""
+    """Whether the optimizer can skip a step on its device when told so, which gradient scalers use."""
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False)) and all(
         group.get("fused") for group in optimizer.param_groups
     )

@@ -1,6 +1,6 @@
 """Times the sections of a step on one rank, without the time it waits for other ranks. No Trainer.
 
-The sections tell a slow data loader, a slow callback and slow computing apart.
+The sections distinguish a slow data loader, a slow callback and slow computing.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ SECTIONS = ("data loading", "compute", "callbacks")
 DATA, COMPUTE, CALLBACKS = range(len(SECTIONS))
 
 NO_SECTION = -1
-"""Time that counts for no section: a validation."""
+"""The time of a validation, which counts for no section."""
 
 _WAITING = -2
-"""Waiting for other ranks, in whatever section."""
+"""Waiting for other ranks, in any section."""
 
 _PLACES = len(SECTIONS) + 2
 
@@ -46,7 +46,7 @@ class Sample:
         typical: Seconds of a typical step by section; NaN without steps.
         error: Standard error of the mean of a whole step, in seconds.
         steps: Number of steps.
-        waited: Seconds of waiting for other ranks in a step, on average; NaN where that is not known.
+        waited: Seconds of waiting for other ranks in a step, on average; NaN if unknown.
     """
 
     typical: torch.Tensor
@@ -64,19 +64,19 @@ class Sample:
         """Computes the statistics of ``steps``, seconds of shape ``(steps, sections)``.
 
         Args:
-            steps: The rank's own work.
+            steps: Seconds of the rank's own work, by step and section.
             waits: Seconds of waiting for other ranks, of each step.
 
         The typical step is the lower quartile of the means of blocks of consecutive steps. The median of single steps
-        would miss a data loader of several workers that is late once in several steps. The lower quartile, not the
-        median, because other work on the node makes a rank slower now and then, but nothing makes it faster.
+        would miss a data loader of several workers that is late once in several steps. It is the lower quartile, not
+        the median, because other work on the node makes a rank slower now and then, but nothing makes it faster.
         """
         count = len(steps)
         if not count:
             return Sample(steps.new_full(steps.shape[1:], torch.nan), steps.new_tensor(torch.nan), 0)
         blocks = steps.tensor_split(min(count, max(_MIN_BLOCKS, count // _BLOCK)))
         means = torch.stack([block.mean(dim=0) for block in blocks])
-        means = means[means.sum(dim=1).argsort(stable=True)]  # as whole steps, so that the sections belong together
+        means = means[means.sum(dim=1).argsort(stable=True)]  # keeps sections of a step together
         totals = steps.sum(dim=1)
         error = totals.std() / count**0.5 if count > 1 else totals[0]  # unknown for one step
         waited = math.nan if waits is None else float(waits.mean())
@@ -84,12 +84,12 @@ class Sample:
 
 
 class SamplingWindow:
-    """Selects the steps to time: all, or with short steps windows of consecutive ones.
+    """Selects the steps to time: all steps, or windows of consecutive steps if steps are short.
 
-    Single steps at regular distances would see the one slow worker of a data loader always or never.
+    Single steps at regular distances would meet the one slow worker of a data loader always or never.
 
     Args:
-        every: Times one in so many steps of a window.
+        every: One in this many steps of a window is timed.
         until_report: Seconds between reports, each of at most 256 windows; 0: all steps are in a window.
         clock: Returns seconds.
     """
@@ -174,7 +174,7 @@ class HostStepTimer:
 
 
 def timing_events(device: torch.device) -> tuple[Callable[[], Any], Callable[[], Any]] | None:
-    """Functions that make a timed event of a device and return its current stream; ``None`` without such events."""
+    """Two functions: create a timed event of a device, and return its current stream; ``None`` without such events."""
     if device.type == "cpu":
         return None
     module: Any = torch.get_device_module(device)
@@ -183,18 +183,18 @@ def timing_events(device: torch.device) -> tuple[Callable[[], Any], Callable[[],
 
 
 class DeviceStepTimer:
-    """Times the sections of steps on an accelerator, by events in its stream; the host never waits for them.
+    """Times the sections of steps on an accelerator, by events in its stream; the host never waits for these events.
 
     Work of the host counts only while the device is idle: data loading that overlaps with computing is free.
 
     Args:
-        event: Makes a timed event; see :func:`timing_events`.
+        event: Creates a timed event; see :func:`timing_events`.
         sampling: Selects the steps to time.
-        stream: Returns the current stream. Waits in streams other than that of the step do not count.
+        stream: Returns the current stream. Waits in other streams than the step's do not count.
     """
 
     _MAX_IN_FLIGHT = 64
-    """Steps whose events may be pending. If the host is further ahead, the oldest are lost."""
+    """Number of steps whose events may be pending. If the host is further ahead, the oldest steps are lost."""
 
     def __init__(
         self, event: Callable[[], Any], sampling: SamplingWindow, stream: Callable[[], Any] = lambda: None

@@ -1,4 +1,4 @@
-"""Compares the step times of all ranks: which is slow, by how much, and in which section. No Trainer.
+"""Compares the step times of all ranks: which rank is slow, by how much, and in which section. No Trainer.
 
 Each rank sends only a few numbers to rank 0, so the cost of a report does not depend on the number of kernels.
 """
@@ -21,8 +21,8 @@ from lightning_resilience.detect.stragglers.step_timer import COMPUTE, SECTIONS,
 Kind = Literal["relative", "individual"]
 
 _CERTAINTY = 2.0
-"""How many standard errors a step must be too slow. Of 512 healthy ranks whose steps vary by half, one would be found
-slow in most reports of 10 steps with 1, in every tenth with 2, and in none of 20 steps."""
+"""By how many standard errors a step must be too slow. Among 512 healthy ranks whose steps vary by half, most reports
+of 10 steps would call one rank slow with 1, and every tenth report with 2; no report of 20 steps would."""
 
 
 @dataclass(frozen=True)
@@ -57,16 +57,16 @@ class Report:
         device_ids: Node and device of each rank.
         relative: Speed relative to the other ranks, up to 1: of kernels if they are measured, otherwise of steps.
         individual: Speed relative to the rank's own best, up to 1.
-        step_relative: Median step time of all ranks divided by that of the rank, up to 1. The median, because the
-            fastest of many ranks is fast by chance. Of whole steps, because ranks may differ in what they are fast at.
-        step_individual: Best step time that the rank ever had divided by the current one, up to 1.
+        step_relative: Median step time of all ranks divided by the rank's step time, up to 1. The median, because the
+            fastest of many ranks is fast by chance. Whole steps, because ranks may be fast in different sections.
+        step_individual: The rank's best step time ever divided by its current step time, up to 1.
         noise: Standard error of a rank's step, as a fraction of the step.
         seconds: Seconds of a step by section, of shape ``(ranks, sections)``.
         relative_lost: Fraction of a step lost in each section relative to the median rank in that section.
         individual_lost: Fraction of a step lost in each section relative to the rank's own best in that section.
         of_kernels: Whether kernels were measured on any rank.
-        elapsed: Seconds that the report took to make.
-        waited: Seconds of a step in which the rank waits for others, on average; ``None``: not measured.
+        elapsed: Seconds that it took to make the report.
+        waited: Seconds of a step in which the rank waits for other ranks, on average; ``None``: not measured.
     """
 
     step: int
@@ -100,7 +100,7 @@ class Report:
         worst = torch.fmin(score, of_step)
         ranks = is_slow.nonzero().flatten()
         ranks = ranks[worst[ranks].argsort(stable=True)]
-        # If only kernels are slow, no section may have lost time.
+        # If only kernels are slow, maybe no section has lost time.
         causes = torch.where(at_least[ranks] < threshold, by_section[ranks].argmax(1), COMPUTE)
         return [
             Straggler(rank, self.device_ids[rank], kind, each, SECTIONS[cause])
@@ -110,16 +110,17 @@ class Report:
     def waiting(self, stragglers: Sequence[Straggler]) -> tuple[int, float] | None:
         """How long the other ranks wait for the slowest straggler in each step.
 
-        Counted is by how much its step is longer than that of the slowest rank that is no straggler: by that all steps
-        would be shorter without stragglers. Where ranks have waited less than that, they were not kept for so long. All
-        else that ranks wait in collectives is the usual: transfers, and steps that are not equally long.
+        For each other rank this is the smaller of two times: its waiting time, and the time by which the straggler's
+        step is longer than the step of the slowest rank that is no straggler. By the second time all steps would be
+        shorter without stragglers. Any further waiting in collectives is normal: transfers, and steps of unequal
+        length.
 
         Args:
-            stragglers: Those found; only where they are slower than other ranks do these wait.
+            stragglers: The stragglers found. Only stragglers that are slower than other ranks make these wait.
 
         Returns:
-            The slowest straggler, and seconds of a step, averaged over the ranks that are none; ``None`` if nobody
-            waits.
+            The slowest straggler, and seconds of a step, averaged over the ranks that are no stragglers; ``None`` if no
+            rank waits.
         """
         seconds = self.seconds.sum(1)
         slow = [each.rank for each in stragglers if each.kind == "relative"]
@@ -135,7 +136,7 @@ class Report:
 
 @dataclass(frozen=True)
 class Comm:
-    """Collectives of the ranks; by default those of a single rank.
+    """Collectives of the ranks; the defaults suit a single rank.
 
     Attributes:
         all_reduce_min: Returns the elementwise minimum of a tensor over all ranks.
@@ -164,7 +165,7 @@ class Kernels:
 
     @staticmethod
     def of(times: Mapping[str, tuple[float, float]]) -> Kernels:
-        """Makes it from the median and the total time of each kernel, by name."""
+        """Creates the object from the median and the total time of each kernel, by name."""
         medians, weights = torch.tensor([*times.values()], dtype=torch.float64, device="cpu").reshape(-1, 2).unbind(1)
         return Kernels([_kernel_id(name) for name in times], medians, weights)
 
@@ -181,7 +182,7 @@ class History:
     """Best times that a rank ever had on one device.
 
     Attributes:
-        device: The device, and whatever else must be the same to compare times.
+        device: The device, and everything else that must be the same to compare times.
         total: Seconds of a whole step.
         sections: Seconds of each of :data:`~lightning_resilience.detect.stragglers.step_timer.SECTIONS`.
         kernels: Smallest median of each kernel, by its id.
@@ -219,7 +220,7 @@ class History:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Loads a state; ignores that of another device."""
+        """Loads a state; ignores the state of another device."""
         if state["device"] == self.device and len(state["sections"]) == len(SECTIONS):
             ids, bests = state["kernels"]
             self._update(state["total"], state["sections"])
@@ -305,14 +306,14 @@ def _kernel_id(name: str) -> int:
 
 
 class Period:
-    """The batches from one report to the next, or from the first step of a process or after a rollback.
+    """The batches before a report: since the last report, the first step of a process, or a rollback.
 
     Args:
-        step: ``trainer.global_step`` at its beginning.
-        reached: The furthest step that the fit has been at before.
+        step: ``trainer.global_step`` at the beginning of the period.
+        reached: The furthest step that the fit had reached before.
 
     Attributes:
-        batches: How many there were, to be counted by the caller.
+        batches: The number of batches, which the caller counts.
     """
 
     def __init__(self, step: int, reached: int) -> None:
@@ -321,7 +322,7 @@ class Period:
         self.batches = 0
 
     def new_batches(self, step: int) -> float:
-        """How many of them were for steps never done before; ``step`` is ``trainer.global_step`` at its end."""
+        """How many batches belong to steps never done before; ``step``: ``trainer.global_step`` at the period's end."""
         steps = step - self._step
         return self.batches * max(step - max(self._step, self._reached), 0) / steps if steps > 0 else 0.0
 
@@ -338,6 +339,6 @@ class Streaks:
         self._counts: dict[tuple[int, Kind], int] = {}
 
     def of(self, slow: Sequence[Straggler]) -> list[Straggler]:
-        """Returns those of the current report that were slow often enough; call it once per report."""
+        """Returns the ranks of the current report that were slow often enough; call it once per report."""
         self._counts = {(each.rank, each.kind): self._counts.get((each.rank, each.kind), 0) + 1 for each in slow}
         return [each for each in slow if self._counts[each.rank, each.kind] >= self._minimum]
