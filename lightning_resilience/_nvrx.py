@@ -355,7 +355,7 @@ class SectionReporter(threading.Thread):
             self._monitor.connect()
             self._report()
         except Exception as error:
-            log.warning("NVRx's rank monitor does not watch this rank any more, the watchdog does: %s", error)
+            log.warning("NVRx's rank monitor no longer watches this rank; the watchdog does: %s", error)
         with suppress(Exception):  # the monitor may have ended
             self._monitor.close()
 

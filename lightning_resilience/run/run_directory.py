@@ -435,7 +435,7 @@ class RunDirectory:
                 place.get("path"),
             )
         if (own := _identity(load_json(claim))) is None:
-            raise OSError(errno.EIO, "it cannot be read which name this copy of a run has", os.fspath(claim))
+            raise OSError(errno.EIO, "the name of this copy of a run cannot be read", os.fspath(claim))
         # Records of processes that are older than the copy belong to the original directory.
         copied_at_ns = claim.stat().st_mtime_ns
         for path in [self._trainer, *(self.path / "launches").glob("*.json")]:
