@@ -15,6 +15,7 @@ import socket
 import struct
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -25,7 +26,7 @@ import pytest
 import torch
 
 from lightning_resilience.launch import imports, spares, standstill
-from lightning_resilience.launch.channel import Channel
+from lightning_resilience.launch.channel import Channel, Message
 from lightning_resilience.launch.processes import processes_of
 from lightning_resilience.launch.spares import Workers
 from lightning_resilience.run.run_directory import RUN_DIR_VARIABLE
@@ -80,6 +81,20 @@ def test_what_is_no_message_is_the_end_and_leaves_nothing_open(said: bytes) -> N
         assert channel.receive() is None
         assert os.listdir("/proc/self/fd") == before
     channel.close()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_an_end_whose_listener_has_failed_is_gone(ends: tuple[Channel, Channel]) -> None:
+    ours, theirs = ends
+    over = threading.Event()
+
+    def fail(message: Message) -> None:
+        raise ValueError("on purpose")
+
+    theirs.listen(fail, over.set)
+    assert ours.send("state")
+    assert over.wait(10)
+    assert ours.receive() is None
 
 
 def test_an_end_that_does_not_read_holds_nobody_up() -> None:

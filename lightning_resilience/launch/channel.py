@@ -165,9 +165,13 @@ class Channel:
         """
 
         def run() -> None:
-            while (message := self.receive()) is not None:
-                take(message)
-            end()
+            try:
+                while (message := self.receive()) is not None:
+                    take(message)
+            finally:  # an error must not leave the other end with one that does not hear any more
+                with suppress(OSError):
+                    self._connection.shutdown(socket.SHUT_RDWR)
+                end()
 
         threading.Thread(target=run, name="resilience-channel", daemon=True).start()
 
