@@ -460,3 +460,22 @@ def test_how_data_were_divided_holds_only_where_there_is_something_to_resume_fro
     assert "_prepare_dataloader" not in vars(failing._data_connector)
     trainer().fit(module)
     assert module.asked == again.asked
+
+
+@pytest.mark.parametrize("dies_at", [12 + 5, 12 + 9, 12 + 8 + 12 + 7])
+def test_an_epoch_that_the_module_cuts_short_does_not_move_later_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dies_at: int
+) -> None:
+    """Steps are logged under the same numbers, although Lightning counts the batch that was left out as begun."""
+
+    def leave_out(self: Net, batch: Any, batch_idx: int) -> int | None:
+        return -1 if (self.current_epoch, batch_idx) == (1, 7) else None
+
+    monkeypatch.setattr(Net, "on_train_batch_start", leave_out)
+    script = Script(tmp_path)
+    undisturbed = script._fit([], None, {}, None)
+    script.start(dies_at=dies_at)
+    resumed = script.start()
+    assert resumed.digest == undisturbed.digest
+    logged = [end.trainer.fit_loop.epoch_loop._batches_that_stepped for end in (resumed, undisturbed)]
+    assert logged[0] == logged[1] == undisturbed.trainer.global_step

@@ -183,6 +183,18 @@ def count_replayed(trainer: Trainer) -> None:
     fetcher.fetched -= trainer.fit_loop.epoch_loop.batch_progress.current.ready
 
 
+def count_batches_left_out(trainer: Trainer) -> None:
+    """Counts batches for which ``on_train_batch_start`` returned -1 as done, at a boundary between batches.
+
+    Lightning counts them as fetched only, in all later epochs too. It would take each later checkpoint for one that was
+    saved within a batch, and log every step after a resume under the number of the next one.
+    """
+    progress = trainer.fit_loop.epoch_loop.batch_progress
+    now, total = progress.current, progress.total
+    if now.ready == now.started == now.processed == now.completed:
+        total.started = total.processed = total.completed = total.ready
+
+
 def end_restart(trainer: Trainer) -> None:
     """Ends the restarting state of all loops.
 

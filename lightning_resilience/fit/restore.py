@@ -126,6 +126,7 @@ class Restorer:
         with self.selector.restoring():
             self._before_training_state()
             yield
+            lightning_progress.count_batches_left_out(self.fit.trainer)
 
     def _before_training_state(self) -> None:
         """Gives Lightning the checkpoint for loops and optimizers again; a search may have dropped it."""
