@@ -189,7 +189,7 @@ def count_batches_left_out(trainer: Trainer) -> None:
     Lightning counts them as fetched only, in all later epochs too. It would take each later checkpoint for one that was
     saved within a batch, and log every step after a resume under the number of the next one.
     """
-    progress = trainer.fit_loop.epoch_loop.batch_progress
+    progress: Any = trainer.fit_loop.epoch_loop.batch_progress
     now, total = progress.current, progress.total
     if now.ready == now.started == now.processed == now.completed:
         total.started = total.processed = total.completed = total.ready
