@@ -50,7 +50,7 @@ def say(text: str, style: str = "") -> None:
 
 
 def say_more(text: str) -> None:
-    """What belongs to the line before."""
+    """Prints more text for the line before."""
     first, *others = textwrap.wrap(text, 92, break_long_words=False, break_on_hyphens=False)
     say(f"         {first}")
     for line in others:
@@ -66,11 +66,11 @@ class Failed(Exception):
 
 
 class Training:
-    """A training in processes of its own, watched from outside: by what it prints and by its ledger.
+    """A training in processes of its own, watched from outside, through its output and its ledger.
 
     Args:
-        command: Starts the training, or resumes it.
-        log: The file for everything that it prints.
+        command: The command that starts the training, or resumes it.
+        log: The file for everything that the training prints.
     """
 
     def __init__(self, command: list[str], log: Path) -> None:
@@ -91,7 +91,7 @@ class Training:
             text=True,
             errors="replace",
             env=environment,
-            start_new_session=True,  # a Ctrl-C reaches this demo alone, which then ends what it has started
+            start_new_session=True,  # a Ctrl-C reaches only this demo, which then ends its processes
         )
         self._reader = threading.Thread(target=self._read, args=[self.launcher.stdout], daemon=True)
         self._reader.start()
@@ -136,7 +136,7 @@ class Training:
         return exit_code
 
     def finish(self) -> None:
-        """Waits for the end, with success."""
+        """Waits for the end; raises ``Failed`` if the training has not succeeded."""
         if (exit_code := self.wait_for_end()) != 0 or self.weights is None:
             raise Failed(f"the training ended with exit code {exit_code} and no weights")
         say(f"finished; sha256 of the weights: {self.weights[:16]}...", BOLD)
@@ -293,13 +293,13 @@ def stop_data_loader(training: ResilientTraining) -> None:
 
 
 def leave_collective(training: ResilientTraining) -> None:
-    # No signal does this. drill.py has been told to, and the watchdog has not.
+    # No signal causes this fault. drill.py was told to cause it; the watchdog does not know of it.
     training.wait_until(lambda: training.events("simulated_fault"), "the simulated fault happens")
     say_more(f"drill.py has rank {HUNG_RANK} wait for a message that nobody sends")
 
 
 def end_all() -> None:
-    """Leaves no process behind."""
+    """Kills all processes that this demo has started."""
     processes = psutil.Process().children(recursive=True)
     for process in processes:
         try:
@@ -336,7 +336,7 @@ QUICK_FAULTS = [KILLED_WORKER, HUNG, TERMINATED]
 
 
 def step_of(number: int) -> int:
-    """Where a fault happens, counted from 1: a while after a save, so that there are steps to lose."""
+    """The step of the fault with this number, from 1: a while after a save, so that there are steps to lose."""
     return number * SAVE_EVERY + SAVE_EVERY // 3
 
 
@@ -351,7 +351,7 @@ class Result:
 
 
 def drill(training: ResilientTraining, fault: Fault, title: str, at_step: int) -> Result:
-    """Waits for ``at_step``, inflicts a fault, and waits until the training is further than it was."""
+    """Waits for ``at_step``, inflicts a fault, and waits until the training is further than before the fault."""
     training.wait_until(lambda: training.step >= at_step, f"the training reaches step {at_step}")
     starts, hangs = len(training.events("resumed") + training.events("fresh")), len(training.hangs())
     say(f"step {training.step}: {title}: {fault.name}", BOLD)
@@ -377,7 +377,7 @@ def drill(training: ResilientTraining, fault: Fault, title: str, at_step: int) -
 
 
 def what_was_found(training: ResilientTraining, fault: Fault, since: float) -> str:
-    """The run's own words for what has happened to it last."""
+    """The run's own description of the last fault."""
     if fault.is_hang:
         verdict = Path(training.hangs()[-1].diagnostics) / "verdict.json"
         culprits = Verdict.from_json(json.loads(verdict.read_bytes())).culprits
@@ -390,7 +390,7 @@ def what_was_found(training: ResilientTraining, fault: Fault, since: float) -> s
 
 
 def number_of_steps(count: int) -> str:
-    """So many steps, in words."""
+    """The number of steps, in words."""
     return f"{count} step{'s' * (count != 1)}"
 
 

@@ -1,5 +1,5 @@
-"""Trains ``gpt.py`` for a drill: with local checkpoints every few steps, section timeouts that stay as given, and a
-fault on purpose, which strikes once per run.
+"""Trains ``gpt.py`` for a drill: with local checkpoints every few steps, fixed section timeouts, and a fault on
+purpose, which happens once per run.
 
     lightning-resilience launch --nproc-per-node 2 --section-timeouts step:5 examples/drill.py \\
         --fault stuck_in_collective --rank 1 --at-step 50 [arguments of gpt.py]
@@ -26,7 +26,7 @@ def main() -> None:
     fault = None
     if options.fault is not None:
         fault = SimulatedFault(fault_type=options.fault, rank=options.rank, at_step=options.at_step)
-    # Calculated timeouts are at least 30 seconds: much for a drill.
+    # Calculated timeouts are at least 30 seconds, which is long for a drill.
     watch = FaultTolerance(calculate_timeouts=False, simulated_fault_params=fault)
     gpt.main(rest, [watch, LocalCheckpoint(every_n_train_steps=options.save_locally_every)])
 

@@ -35,10 +35,10 @@ def main() -> None:
     parser.add_argument("--kill-at-step", type=int, metavar="STEP", help="rank 1 is killed there, once per run")
     options = parser.parse_args()
 
-    recipe = recipes.nemo()  # in the run directory of the launcher
+    recipe = recipes.nemo()  # uses the launcher's run directory
     if options.kill_at_step is not None:
         recipe = recipes.drill(fault=SimulatedFault(fault_type="rank_killed", rank=1, at_step=options.kill_at_step))
-    recipe = replace(recipe, local_checkpoint=LocalCheckpoint(every_n_train_steps=10))  # a short training
+    recipe = replace(recipe, local_checkpoint=LocalCheckpoint(every_n_train_steps=10))  # because the training is short
 
     L.seed_everything(1, workers=True, verbose=False)
     warnings.filterwarnings("ignore", message=".*does not have many workers")
@@ -50,7 +50,7 @@ def main() -> None:
         max_steps=options.steps,
         callbacks=[Progress(5), *recipe.callbacks],
         logger=False,
-        enable_checkpointing=False,  # AutoResume saves the parts of all ranks by itself
+        enable_checkpointing=False,  # AutoResume saves the parts of all ranks
         enable_progress_bar=False,
         enable_model_summary=False,
     )

@@ -1,6 +1,6 @@
 """A small byte-level GPT that learns to write Python from the Python standard library's own source.
 
-Ordinary PyTorch Lightning code: nothing in this file knows about lightning-resilience. It runs by itself, under
+Ordinary PyTorch Lightning code: nothing in this file knows about lightning-resilience. It runs on its own, under
 ``torchrun``, and under ``lightning-resilience launch``:
 
     python examples/gpt.py
@@ -143,7 +143,7 @@ class Progress(L.Callback):
 def main(
     arguments: Sequence[str] | None = None, callbacks: Sequence[L.Callback] = (), logger: Logger | bool = False
 ) -> None:
-    """Trains.
+    """Trains the model.
 
     Args:
         arguments: The command line; default: this process's.

@@ -23,7 +23,7 @@ def main() -> None:
         recipe = recipes.drill(
             options.run_dir, SimulatedFault(fault_type="rank_killed", rank=0, at_step=options.kill_at_step)
         )
-    # Offline: `wandb sync runs/pretrain_wandb/wandb/offline-run-*` uploads it, as one run.
+    # Offline: `wandb sync runs/pretrain_wandb/wandb/offline-run-*` uploads the folders as one run.
     gpt.main(rest, recipe.callbacks, recipe.wandb_logger(project="gpt", offline=True))
 
 

@@ -1,4 +1,4 @@
-"""One of two ranks is slow on purpose, from a step on; the reports name it.
+"""One of two ranks is slow on purpose from some step on, and the reports name it.
 
 lightning-resilience launch --nproc-per-node 2 examples/straggler_detection.py [--wandb] [arguments of gpt.py]
 """
@@ -27,7 +27,7 @@ def main() -> None:
     gpt.main(
         rest,
         [
-            # A report every 5 minutes is the default. Here nobody wants to wait that long.
+            # The default is a report every 5 minutes, which is too long for this example.
             StragglerDetection(report_time_interval=3.0, min_consecutive_reports=2),
             FaultTolerance(simulated_fault_params=slow),
         ],

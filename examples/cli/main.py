@@ -18,8 +18,8 @@ class Regression(L.LightningModule):
     """Learns the sum of its inputs.
 
     Args:
-        width: Of the hidden layer.
-        learning_rate: Of Adam.
+        width: Width of the hidden layer.
+        learning_rate: Learning rate of Adam.
     """
 
     def __init__(self, width: int = 64, learning_rate: float = 1e-3) -> None:
@@ -38,8 +38,8 @@ class RandomNumbers(L.LightningDataModule):
     """Rows of random numbers, the same in every process.
 
     Args:
-        rows: How many.
-        batch_size: Rows of a batch.
+        rows: Number of rows.
+        batch_size: Number of rows in a batch.
     """
 
     def __init__(self, rows: int = 100_000, batch_size: int = 8) -> None:
