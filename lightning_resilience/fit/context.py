@@ -68,7 +68,7 @@ class FitContext:
         self.replicas_agreed = False
         """Whether replicas were compared and were equal; known on rank 0."""
         self.replicas_differ = False
-        """Whether replicas were found to differ since the last rollback; known on rank 0, and when ranks agree on one."""
+        """Whether replicas were found to differ since the last rollback; known on rank 0, and where it is agreed on."""
         self.final_path: Path | None = None
         """The checkpoint of the final state, if there is one."""
         self.failing = False

@@ -384,7 +384,7 @@ class HangWatch(Participant):
         return health.begin_node_check(run_dir, device, exercises_cpu=not self._is_restarted)
 
     def _judge_node(self) -> None:
-        """Raises an error that names the node if a check failed, instead of failing in the middle of a step of all ranks."""
+        """Raises an error that names the node if a check failed, rather than have a step of all ranks fail later."""
         finish, self._node_check = self._node_check, None
         if finish is None:
             return

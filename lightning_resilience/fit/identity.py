@@ -169,7 +169,7 @@ class FitIdentity:
         self.fit.from_rank_0(record)
 
     def check_settings(self, loaders: list[Any]) -> None:
-        """Logs changed settings; raises if a finished fit had others. Only once: later epochs may have other loaders."""
+        """Logs changed settings; raises if a finished fit had others. Only once: loaders may differ between epochs."""
         if self._has_compared:
             return
         self._has_compared = True

@@ -257,7 +257,7 @@ class LocalSavePolicy(Participant):
             self._saves.rollback(step, complete, self._identity(), fallback)
 
     def _complete(self, step: int) -> tuple[list[str], Fallback | None]:
-        """The complete generations until ``step``, newest first; and the fallback if the one of ``step`` is marked bad."""
+        """Complete generations up to ``step``, newest first; and the fallback if the one of ``step`` is marked bad."""
         found = [each for each in self.session.selector.complete if each.step <= step]
         older = next((each.name for each in found if each.step < step), None)
         fallback = None if older is None else Fallback(older, step + self._options.probation_steps)
