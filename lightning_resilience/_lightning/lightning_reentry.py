@@ -33,7 +33,7 @@ _wrapped: set[str] = set()
 
 
 def on_run(run: Callable[[Any, Any, Callable[[], Any]], Any]) -> None:
-    """Has ``run(trainer, module, call)`` called instead of what every Trainer does between start and end of a fit.
+    """Has every Trainer call ``run(trainer, module, call)`` for what it does between the start and the end of a fit.
 
     ``call`` does that, and may be called again after :func:`leave_fit`. No hook would do: the process group is opened
     before any callback is called, and after an exception callbacks and loggers are notified that the fit has ended.
@@ -187,12 +187,12 @@ def _copy_of(attributes: dict[str, Any]) -> dict[str, Any]:
 
 
 def leave_fit(trainer: Trainer, start: Start) -> None:
-    """Returns a Trainer whose fit has failed to the state in which ``fit`` began.
+    """Resets a Trainer after its fit has failed: to the state in which ``fit`` began.
 
     Calls ``teardown`` of callbacks, module and data module, since their ``setup`` will be called. Loggers continue.
     """
     module = trainer.lightning_module
-    # A forward pass that fails inside of DDP leaves Lightning's redirection of it behind.
+    # After a forward pass that fails inside of DDP, Lightning's redirection of ``forward`` still exists.
     vars(module).pop("forward", None)
     trainer.training = True  # it may have failed in a validation
     data: Any = vars(trainer).get("datamodule")
@@ -210,7 +210,7 @@ def leave_fit(trainer: Trainer, start: Start) -> None:
     trainer.strategy.optimizers = []  # otherwise the teardown copies their state to the host
     with suppress(Exception):
         trainer._teardown()
-    trainer.strategy.model = module  # without the wrapper around it, whose hooks go with it
+    trainer.strategy.model = module  # drops the wrapper around the module, and its hooks
     reset_loops(trainer, module)
     reset_progress(trainer)
     trainer.strategy.lr_scheduler_configs = []

@@ -176,7 +176,7 @@ class AbsentRanks:
         trainer = self._trainer
         metrics = lightning_metrics.counts_for_nothing(trainer, trainer.lightning_module, mine["metrics"])
         nothing = {"metrics": metrics, "inherited": True, "absent": {}}
-        if self.shrinks:  # their random numbers will be those of this process, which has made as many steps
+        if self.shrinks:  # they get this process's random numbers, which have advanced as far
             return {str(rank): {**mine, **nothing, "kept": state["kept"]} for rank, state in self.states.items()}
         in_epoch = ("epoch", "first_batch", "worker_states") if mine["epoch"] is not None else ()
         theirs = {"now", *in_epoch, "kept", "metrics", "absent"}
@@ -205,7 +205,7 @@ class AbsentRanks:
         self.states, self._are_given = {rank: dict(state) for rank, state in states.items()}, True
 
     def follow_evaluation(self, before: RandomState, after: RandomState) -> None:
-        """Advances the random states of the absent ranks: there an evaluation would have drawn as many numbers as here.
+        """Advances the random states of the absent ranks as an evaluation has advanced the one of this process.
 
         An evaluation draws a seed for each iterator of a data loader. If it has drawn anything more, the random states
         of the absent ranks cannot follow, and a warning is logged.
@@ -315,11 +315,11 @@ class AbsentRanks:
     # -- forward and backward passes -----------------------------------------------------------------------------------
 
     def get_state_of_batch(self) -> Any:
-        """With what the passes of the batch that was fetched last begin."""
+        """The state from which the passes of the batch that was fetched last begin."""
         return {rank: state["now"] for rank, state in self.states.items()}, self._buffers_of.copy()
 
     def set_state_of_batch(self, state: Any) -> None:
-        """Restores it, before the passes are made again."""
+        """Restores such a state, before the passes are made again."""
         random, buffers = state
         for rank, now in random.items():
             self.states[rank]["now"] = now

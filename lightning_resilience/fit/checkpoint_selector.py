@@ -602,7 +602,7 @@ class CheckpointSelector:
 
     @contextlib.contextmanager
     def restoring(self) -> Iterator[None]:
-        """Records for the next start if the chosen checkpoint cannot be restored; this process must then end.
+        """If the chosen checkpoint cannot be restored, records that for the next start; this process must then end.
 
         Raises:
             AnotherFit: If the script must be changed first, so that the checkpoint is not to blame.

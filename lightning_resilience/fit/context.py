@@ -178,7 +178,7 @@ class FitContext:
                 raise
 
     def check_owner_if_known(self) -> None:
-        """:meth:`check_owner` before a save of another callback, which goes ahead if storage fails."""
+        """:meth:`check_owner` before another callback's save, which goes ahead if the run directory is unreadable."""
         for pause_s in (*_READS_OWNER_AGAIN_AFTER_S, None):
             try:
                 self.check_owner()

@@ -12,7 +12,7 @@ What the first read changes is no trace: datasets open their files when they fir
 the random numbers that each read draws, the first read must draw none: new workers would draw them again.
 
 *Persistent* workers live longer than an epoch, and their random states with them. Where the user has not declared that,
-new ones begin with the random states of the begin of the epoch, and read again.
+new ones begin with the random states at the start of the epoch, and read again.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 _CPU = torch.device("cpu")
 _SEED = struct.Struct("<Q")  # of the worker, as datasets may read it
 _TWISTER = struct.Struct("<625I")  # the words of a Mersenne twister and its position: Python's, NumPy's
-_GAUSS = struct.Struct("<d?d?")  # the second normal numbers of both, and whether there are any
+_GAUSS = struct.Struct("<d?d?")  # the cached second normal number of each, and whether it exists
 _STATE_SIZE = _SEED.size + 2 * _TWISTER.size + _GAUSS.size + torch.default_generator.get_state().numel()
 _UNCHANGED, _CHANGED = 1, 2
 """What a worker has found out about its dataset; 0: it has not checked twice yet."""
@@ -122,7 +122,7 @@ class DataWorkers:
             return None
         if states.shape != like.shape:
             if states.any():
-                return None  # there are other workers, which would have drawn other numbers
+                return None  # another number of workers would have drawn other numbers
             states = like
         at = 0 if states[:, -1].any() else batches
         is_there = (at > 0 or loaders[0].persistent_workers) and at <= (sized_len(loaders[0]) or 0)
@@ -161,7 +161,7 @@ class DataWorkers:
 
         Returns:
             Bytes of shape ``(workers, ...)``, zeros for workers that have drawn no random number. The last byte of a
-            worker is 1 if its state is that of a persistent worker at the begin of the epoch. ``None`` if the states
+            worker is 1 if its state is that of a persistent worker at the start of the epoch. ``None`` if the states
             are unknown or do not suffice.
         """
         (loader,) = loaders if len(loaders) == 1 else (None,)
@@ -221,7 +221,7 @@ class _Memory:
         states: See :meth:`DataWorkers.states`.
 
     Attributes:
-        at_epoch: The states of persistent workers at the begin of the epoch. ``None`` in the first epoch, in which they
+        at_epoch: The states of persistent workers at the start of the epoch. ``None`` in the first epoch, in which they
             follow from the seed of the iterator, or if they are not known.
     """
 
@@ -259,7 +259,7 @@ class _Memory:
         """Persistent workers begin an epoch, and have read all batches of the epoch before.
 
         Args:
-            asked: How many batches that were.
+            asked: How many batches they were asked for in that epoch.
         """
         if asked:
             self._asked_before = self._done_by(asked)
@@ -301,7 +301,7 @@ class _Memory:
 
 
 def _of_epoch(states: torch.Tensor | None) -> torch.Tensor | None:
-    """``states``, marked as those at the begin of an epoch."""
+    """``states``, marked as those at the start of an epoch."""
     return None if states is None else torch.cat([states[:, :-1], torch.ones_like(states[:, -1:])], dim=1)
 
 

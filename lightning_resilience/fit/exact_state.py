@@ -91,7 +91,7 @@ class ExactState:
         self._first_batch_random_state: data_position.RandomState | None = None
         self._epoch_random_state: data_position.RandomState | None = None
         self._workers_kept = False
-        """Whether persistent data workers ran before the epoch: then its begin has drawn no seed for them."""
+        """Whether persistent data workers ran before the epoch: then its start has drawn no seed for them."""
         self._fetches_ahead = False
         self._before_fetch: data_position.RandomState | None = None
         self._epoch_begun: tuple[Any, Any] = (None, None)
@@ -111,7 +111,7 @@ class ExactState:
 
     @property
     def epoch_begun(self) -> tuple[data_position.RandomState | None, data_position.RandomState | None]:
-        """The random states at the begin of the epoch and at its first batch; the same object until the next epoch."""
+        """The random states at the start of the epoch and at its first batch; the same object until the next epoch."""
         epoch, first_batch = self._epoch_begun
         if epoch is not self._epoch_random_state or first_batch is not self._first_batch_random_state:
             self._epoch_begun = self._epoch_random_state, self._first_batch_random_state
@@ -128,7 +128,7 @@ class ExactState:
         """From now on :meth:`own_state` is the state of a lost rank; its random states and metrics were already set.
 
         Args:
-            epoch: The rank's random state at the begin of the epoch.
+            epoch: The rank's random state at the start of the epoch.
             first_batch: Its random state at the first batch.
             extra_state: Its extra state, by name.
             absent: The states of the absent ranks whose places it took; see :attr:`absent_states`.
@@ -180,7 +180,7 @@ class ExactState:
 
     @property
     def left_out(self) -> int:
-        """How many batches of absent ranks all processes have left out since the begin of the run."""
+        """How many batches of absent ranks all processes have left out since the start of the run."""
         return self._left_out + (0 if self._absent is None else self._absent.left_out)
 
     @property
@@ -206,7 +206,7 @@ class ExactState:
         data_position.set_random_state(state, self.fit.trainer.strategy.root_device, self._generators())
 
     def get_state_of_batch(self) -> Any:
-        """With what the passes of a fetched batch begin, also those for absent ranks, if they are to be run again."""
+        """The state from which the passes of a fetched batch begin, also those for absent ranks, to run them again."""
         return self.get_random_state(), None if self._absent is None else self._absent.get_state_of_batch()
 
     def set_state_of_batch(self, state: Any) -> None:
@@ -392,7 +392,7 @@ class ExactState:
         return {"places": self.places, "share": str(self.batch_share), "batch_sizes": sizes}
 
     def expect_division(self, last: dict[str, Any] | None, has_saved: Callable[[], bool]) -> None:
-        """Expects the division of the last start, for data that is used before the checkpoint is read.
+        """Has data that is needed before the checkpoint is read divided as at the last start.
 
         Modules make schedules from ``trainer.estimated_stepping_batches``, in ``setup`` or with strategies that read
         checkpoints only when they are set up.
@@ -444,7 +444,7 @@ class ExactState:
         """
         before, what = self._was
         world, is_first = self.fit.trainer.world_size, self.fit.trainer.is_global_zero and not self._has_said_how
-        self._has_said_how = True  # loaders may be made anew
+        self._has_said_how = True  # also if loaders are made anew
         answers = self.fit.gather((data.refused, str(data.share), data.is_by_script))
         if len(set(answers)) > 1:
             different = next(rank for rank, each in enumerate(answers) if each != answers[0])
@@ -560,7 +560,7 @@ class ExactState:
             self._workers_kept = kept
 
     def note_epoch(self) -> None:
-        """Notes the random state at the begin of an epoch; called before its iterator is made."""
+        """Notes the random state at the start of an epoch; called before its iterator is made."""
         self._epoch_random_state = self.get_random_state()
         self._workers_kept = data_position.persistent_workers_run(lightning_data.train_loaders(self.fit.trainer))
         self.workers.forget()
@@ -747,7 +747,7 @@ class ExactState:
         if self._recorder is not None:
             self._recorder.stop()
         self._leave_absent()
-        has_fewer = self._global_batch == SHRINK and self.resumed is not None  # perhaps: the fit was rolled back
+        has_fewer = self._global_batch == SHRINK and self.resumed is not None  # perhaps: it resumed from an older state
         if (self.left_out or has_fewer) and self.fit.rank == 0:
             step = self.fit.trainer.global_step
             self.fit.ledger.record(BatchesLeftOut(fit=self.fit.index, step=step, left_out=self.left_out))

@@ -8,7 +8,7 @@ another rank of its group does not continue; the other ranks save for it as for 
 everything is saved.
 
 What else a step changes is noted at each boundary (:mod:`.lightning_boundary`) and put back before the save. What only
-the lost rank knew, it has left in node memory (:mod:`.own_part`). A survivor puts these values in the place of its own
+the lost rank knew, it has left in node memory (:mod:`.own_part`). A survivor restores these values instead of its own
 and also saves under the number of the lost rank. A process that takes places of absent ranks leaves an own part for
 each place, so that its training for them is not lost with it.
 
@@ -248,7 +248,7 @@ class _OwnValues:
         for ((owner, key), like), number in zip(self._scalars, numbers[count:], strict=True):
             owner[key] = torch.full_like(like, number if like.is_floating_point() else int(number))
         for (owner, key), is_buffer, tensor in zip(self._places, self._is_buffer, tensors, strict=True):
-            if is_buffer:  # others may refer to the buffer
+            if is_buffer:  # other objects may refer to the buffer
                 with torch.no_grad():
                     owner[key].copy_(tensor)
             else:
@@ -474,7 +474,7 @@ class LastBoundary(Participant):
             raise _Unknown(f"{size >> 20} MiB of parameters and buffers are not exchanged by the ranks")
         return digest_of(own)
 
-    # -- when others come back -----------------------------------------------------------------------------------------
+    # -- when lost ranks come back -------------------------------------------------------------------------------------
 
     def save_together(self) -> None:
         """Saves when all ranks leave the fit at this boundary, if the state could not be saved after a loss."""
@@ -706,7 +706,7 @@ class LastBoundary(Participant):
 
 
 def ranks_to_save(locations: Sequence[RankLocation], lost: Collection[int], rank: int, group: int = 1) -> list[int]:
-    """The ranks whose states ``rank`` saves after a loss: its own; if it is the first one left on its node, lost ones.
+    """The ranks whose states ``rank`` saves after a loss: its own; the first one left on a node also saves lost ones.
 
     Args:
         locations: The locations of all ranks.

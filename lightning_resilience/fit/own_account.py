@@ -2,7 +2,7 @@
 
 A rank that leaves its fit records its account itself. If a rank was killed, the next start of the run on the node
 finds its account, unless the node was rebooted, and records it. The account then ends with the last step that had
-begun; with steps of less than a tenth of a second, it ends up to that time before the end of the rank.
+begun. With steps of less than a tenth of a second, it ends at most that long before the end of the rank.
 """
 
 from __future__ import annotations

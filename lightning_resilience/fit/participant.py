@@ -87,7 +87,7 @@ class Participant:
         return False
 
     def on_event_known(self, event: Event) -> None:
-        """Called when an event is known and its boundary is still to come; in the agreement's thread."""
+        """Called when an event is known, before its boundary is reached; in the agreement's thread."""
 
     def hurry(self, within_s: float) -> None:
         """Called when the process must end soon and needs a boundary where ranks agree; in the agreement's thread."""

@@ -31,7 +31,7 @@ class ReplicasDiverged(RuntimeError):
     """Ranks that should hold the same weights do not, and all allowed measures were taken.
 
     Attributes:
-        suspects_this_node: Why the launcher should continue without the node of this rank; empty if it need not.
+        suspects_this_node: Why a launcher that can should continue without the node of this rank; empty if it need not.
     """
 
     suspects_this_node = ""
@@ -83,7 +83,7 @@ class ReplicaComparison(Participant):
         self.session.fit.agreement.request(_DIVERGED, payload, Needs.CLEAN | Needs.TRAINING)
 
     def on_event_known(self, event: Event) -> None:
-        """Notes that replicas differ: until the rollback, the state of one rank does not count for the other ranks."""
+        """Notes that replicas differ: until the rollback, a state that one rank holds does not count for all."""
         self.session.fit.replicas_differ |= event.kind == _DIVERGED
 
     def on_event(self, event: Event) -> None:

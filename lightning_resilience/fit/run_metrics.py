@@ -130,7 +130,7 @@ class RunMetrics(Participant):
         return {f"{PREFIX}/{name}": float(value) for name, value in found.items()}
 
     def _seconds(self) -> dict[str, float]:
-        """Seconds of a rank by category, from the begin of the run until now."""
+        """Seconds of a rank by category, from the start of the run until now."""
         assert self._before is not None
         seconds = dict(self._before)
         for name, value in _until_now(self._fit.time.read()).items():

@@ -144,7 +144,7 @@ class FitSession:
     # -- the start -----------------------------------------------------------------------------------------------------
 
     def _restore(self, explicit: str | None, weights_only: bool | None) -> None:
-        if self._is_search():  # which restores what it has found
+        if self._is_search():  # a search restores its own checkpoint
             found = lightning_checkpoints.load_checkpoint(self.fit.trainer, explicit, weights_only)
             lightning_checkpoints.restore_checkpoint(self.fit.trainer, explicit, found)
         else:

@@ -108,7 +108,7 @@ class StopOnSignal(Participant):
             return
         session, trainer = self.session, self.session.fit.trainer
         is_first, step = trainer.is_global_zero, trainer.global_step
-        is_bad = session.saver.waits()  # a resume would not judge it again
+        is_bad = session.saver.waits()  # a resume would not judge the saved steps again
         if is_first:
             log.info("Preemption detected, saving checkpoint and exiting")  # NeMo's words
         local = session.fit.participants.implement(Participant.save_locally)

@@ -93,7 +93,7 @@ class StragglersFound(SystemExit):
 
     Attributes:
         reason: Which ranks, where they run, and how slow they are.
-        suspects_this_node: Why the launcher should continue without the node of this rank; empty if it need not.
+        suspects_this_node: Why a launcher that can should continue without the node of this rank; empty if it need not.
     """
 
     def __init__(self, reason: str, suspects_this_node: str = "") -> None:
@@ -189,7 +189,7 @@ class StragglerReports(Participant):
         return profiler
 
     def start(self) -> None:
-        """Called when training begins: reads which stragglers were acted on before, and starts to measure."""
+        """Called when training begins: reads which stragglers were acted on before, and starts the clock."""
         session, trainer = self.session, self.session.fit.trainer
         if trainer.world_size > 1:
             self._comm_wait.start()
@@ -233,17 +233,17 @@ class StragglerReports(Participant):
         self._is_cold = True
 
     def batch_ready(self) -> None:
-        """The hooks of callbacks that come before the step begin."""
+        """Starts to time the hooks of callbacks before the step."""
         self._time.enter(CALLBACKS)
 
     def batch_begins(self) -> None:
-        """Forward pass, backward pass and optimizer steps begin."""
+        """Starts to time the forward pass, the backward pass and the optimizer steps."""
         self._time.enter(COMPUTE)
         if self._profiler is not None and self._time.is_timed:
             self._profiler.start()
 
     def batch_done(self) -> None:
-        """The optimizer steps have ended."""
+        """Starts to time the hooks of callbacks after the optimizer steps."""
         if self._profiler is not None:
             self._profiler.stop()
         self._time.enter(CALLBACKS)
@@ -458,7 +458,7 @@ class StragglerReports(Participant):
 
     def _stop(self, event: Event) -> None:
         session = self.session
-        if session.saver.waits():  # a resume would not judge it again
+        if session.saver.waits():  # a resume would not judge the saved steps again
             if session.fit.rank == 0:
                 log.info("The run continues until the next report, because its last step was bad.")
             return
