@@ -33,10 +33,10 @@ _wrapped: set[str] = set()
 
 
 def on_run(run: Callable[[Any, Any, Callable[[], Any]], Any]) -> None:
-    """Calls ``run(trainer, module, call)`` in place of what every Trainer does between the start and the end of a fit.
+    """Has every Trainer call ``run(trainer, module, call)`` for what it does between the start and the end of a fit.
 
-    ``call`` does it, and may be called again after :func:`leave_fit`. No hook is outside of it: the process group is
-    opened before any callback is called, and after an exception callbacks and loggers are told that the fit has ended.
+    ``call`` does that, and may be called again after :func:`leave_fit`. No hook would do: the process group is opened
+    before any callback is called, and after an exception callbacks and loggers are notified that the fit has ended.
     """
     for name in _PACKAGES:
         package = sys.modules.get(name)
@@ -54,10 +54,10 @@ def _wrapper(inner: Callable[..., Any], run: Callable[[Any, Any, Callable[[], An
 
 
 def accept_fewer_ranks(are_fewer: Callable[[], bool]) -> None:
-    """Has Trainers be launched although ``devices`` times ``num_nodes`` is not the number of ranks.
+    """Allows Trainers in which ``devices`` times ``num_nodes`` is not the number of ranks.
 
     Args:
-        are_fewer: Whether ranks are absent; else that is checked as by Lightning.
+        are_fewer: Whether ranks are absent; if not, Lightning checks the number as usual.
     """
     for name in _ENVIRONMENTS:
         module = sys.modules.get(name)
@@ -77,35 +77,35 @@ def _validation(inner: Callable[..., None], are_fewer: Callable[[], bool]) -> Ca
 
 
 def is_fit(trainer: Trainer) -> bool:
-    """Whether it is a fit that the Trainer runs."""
+    """Whether the Trainer is running a fit."""
     return bool(trainer.state.fn == "fit")
 
 
 def why_not(trainer: Trainer) -> str | None:
-    """Why a fit of this Trainer cannot be entered again; ``None``: it can."""
+    """Why a fit of this Trainer cannot be entered again; ``None`` if it can."""
     return "ModelPruning has changed layers" if callbacks_named(trainer, "ModelPruning") else None
 
 
 _SIZES = ("_data_parallel_size", "_tensor_parallel_size")
-"""Those of the mesh of a ``ModelParallelStrategy``: with fewer ranks there are fewer groups of the same size."""
+"""Sizes of the mesh of a ``ModelParallelStrategy``: with fewer ranks there are fewer groups of the same size."""
 
 
 _devices: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
-"""Of strategies those of the whole node."""
+"""By strategy, the devices of the whole node."""
 
 
 def take_place(trainer: Trainer, nodes: Sequence[Sequence[int]], node: int) -> None:
-    """Has the Trainer be one of fewer ranks, or more; its rank is in the environment.
+    """Has the Trainer take part as one of fewer or more ranks; its rank is in the environment.
 
     Args:
         trainer: The Trainer.
-        nodes: Of every node the ranks, in their order: for each, which of the Trainer's devices it has.
-        node: Which of them is this one.
+        nodes: The ranks of every node, in order; each is given as the number of its device in the Trainer.
+        node: The number of this node.
     """
     strategy: Any = trainer.strategy
     here, its = nodes[node], vars(strategy)
     sizes = [its.get(name) for name in _SIZES]
-    if all(type(size) is int for size in sizes):  # else Lightning finds them, which it does once
+    if all(type(size) is int for size in sizes):  # otherwise Lightning finds them, which it does once
         ranks = sum(map(len, nodes))
         its.update(zip(_SIZES, (ranks // sizes[1], sizes[1]), strict=True))
     all_devices = _devices.setdefault(strategy, getattr(strategy, "parallel_devices", None))
@@ -113,27 +113,27 @@ def take_place(trainer: Trainer, nodes: Sequence[Sequence[int]], node: int) -> N
         return
     devices, strategy.num_nodes = [all_devices[place] for place in here], len(nodes)
     if len({len(each) for each in nodes}) > 1:
-        # Lightning knows no nodes with different numbers of ranks, and multiplies to know how many there are.
+        # Lightning does not support nodes with different numbers of ranks: it multiplies to get their total.
         devices += [devices[-1]] * (sum(map(len, nodes)) - len(here))
         strategy.num_nodes = 1
     strategy.parallel_devices = devices
 
 
 class Start:
-    """What a fit may change and no checkpoint has, as it was before the fit: a new process begins with that.
+    """The state at the start of a fit that the fit may change and no checkpoint has; a new process begins with it.
 
-    Callbacks of Lightning change attributes of their own, of the Trainer, and which parameters are trained. What is
-    drawn before the training is drawn again. Attributes of the script's own callbacks and of the module are left as
-    they are.
+    Lightning's callbacks change their own attributes, attributes of the Trainer, and which parameters are trained.
+    Random numbers that are drawn before the training are drawn again. Attributes of the script's own callbacks and of
+    the module are left unchanged.
 
     Args:
-        trainer: Its Trainer.
-        module: Its module.
+        trainer: The Trainer of the fit.
+        module: The module of the fit.
     """
 
     def __init__(self, trainer: Trainer, module: LightningModule) -> None:
         self._trainer = trainer
-        self._random_state = data_position.get_random_state(_CPU)  # to ask for that of a device would initialize it
+        self._random_state = data_position.get_random_state(_CPU)  # asking a device for its state would initialize it
         self._layers = Layers(module) if name_of(trainer.strategy) == "ModelParallelStrategy" else None
         # Layers that are made later may be frozen when they are made.
         self._trained = [(each, each.requires_grad) for each in module.parameters()]
@@ -144,7 +144,7 @@ class Start:
         self._attributes = [(each, _copy_of(vars(each))) for each in callbacks(trainer) if _is_lightnings(each)]
 
     def put_back(self) -> None:
-        """Has everything be as it was."""
+        """Restores the state at the start of the fit."""
         if self._layers is not None:
             self._layers.put_back()
         for each in callbacks_named(self._trainer, "StochasticWeightAveraging"):
@@ -156,7 +156,7 @@ class Start:
         self._trainer.fit_loop.max_epochs, self._trainer.accumulate_grad_batches = self._limits
         self._trainer.fit_loop._skip_backward = False
         for parameter, is_trained in self._trained:
-            if parameter.requires_grad != is_trained:  # a lazy parameter takes no call that changes nothing
+            if parameter.requires_grad != is_trained:  # a lazy parameter refuses the call
                 parameter.requires_grad_(is_trained)
         for layer, is_training in self._modes:
             layer.training = is_training
@@ -165,7 +165,7 @@ class Start:
         data_position.begin_again(self._trainer.strategy.root_device)
 
     def _put_back_types(self) -> None:
-        """A precision such as 64-true has converted the module, which is known by the types that it has at first."""
+        """Restores the module's first types, which identify it: a precision such as 64-true has converted it."""
         module = self._trainer.lightning_module
         for name, parameter in module.named_parameters():
             if (dtype := self._types.get(name, parameter.dtype)) != parameter.dtype:
@@ -187,12 +187,12 @@ def _copy_of(attributes: dict[str, Any]) -> dict[str, Any]:
 
 
 def leave_fit(trainer: Trainer, start: Start) -> None:
-    """Brings a Trainer whose fit has failed to where ``fit`` has begun.
+    """Resets a Trainer after its fit has failed: to the state in which ``fit`` began.
 
-    The ``teardown`` of callbacks, module and data module is called, since their ``setup`` will be. Loggers go on.
+    Calls ``teardown`` of callbacks, module and data module, since their ``setup`` will be called. Loggers continue.
     """
     module = trainer.lightning_module
-    # A forward pass that fails inside of DDP leaves Lightning's redirection of it behind.
+    # After a forward pass that fails inside of DDP, Lightning's redirection of ``forward`` still exists.
     vars(module).pop("forward", None)
     trainer.training = True  # it may have failed in a validation
     data: Any = vars(trainer).get("datamodule")
@@ -206,11 +206,11 @@ def leave_fit(trainer: Trainer, start: Start) -> None:
                 owner.teardown(trainer, module, stage="fit")
         except Exception as error:  # such as a collective without the rank that was lost
             log.warning("%s.teardown has failed: %s", type(owner).__name__, error)
-    module._metric_attributes = None  # those that its setup makes
-    trainer.strategy.optimizers = []  # else the teardown brings what they keep to the host
+    module._metric_attributes = None  # its setup makes them
+    trainer.strategy.optimizers = []  # otherwise the teardown copies their state to the host
     with suppress(Exception):
         trainer._teardown()
-    trainer.strategy.model = module  # without the wrapper around it, whose hooks go with it
+    trainer.strategy.model = module  # drops the wrapper around the module, and its hooks
     reset_loops(trainer, module)
     reset_progress(trainer)
     trainer.strategy.lr_scheduler_configs = []

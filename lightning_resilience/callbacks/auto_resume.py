@@ -85,7 +85,7 @@ class AutoResume(SessionCallback):
         return RegularSaves(session, self._options(RegularSaveOptions))
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Another callback saves: the run's own checkpoint follows at the next boundary."""
+        """Has the run's own checkpoint follow at the next boundary when another callback saves."""
         session, saves = session_of(trainer, self), self._participant
         if session and not session.saver.is_dumping and isinstance(saves, RegularSaves):
             saves.save_soon()

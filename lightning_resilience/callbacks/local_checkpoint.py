@@ -117,7 +117,7 @@ class LocalCheckpoint(SessionCallback):
         self.run_dir = run_dir
 
     def _participate(self, session: FitSession) -> Participant | None:
-        """Finds the place for the local states, and offers those that are there for the resume."""
+        """Finds the place for the local states, and offers the existing ones for the resume."""
         waits = self._waits(session.fit.trainer)
         options = self._options(LocalSaveOptions, waits=waits, optional=self._injected)
         try:
@@ -137,6 +137,6 @@ class LocalCheckpoint(SessionCallback):
         )
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """What is finished needs no local states any more."""
+        """Removes the local states of a finished fit."""
         if session_of(trainer, self) and isinstance(policy := self._participant, LocalSavePolicy):
             policy.clear()

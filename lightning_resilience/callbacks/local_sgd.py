@@ -90,7 +90,7 @@ class LocalSGD(SessionCallback):
             checkpoint[_STATE] = state
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Restores it."""
+        """Restores the state of the outer optimizer."""
         exchanges = self._participant
         if session_of(trainer, self) and isinstance(exchanges, Exchanges):
             exchanges.loaded = checkpoint.get(_STATE)

@@ -148,8 +148,8 @@ class NaNGuard(SessionCallback):
         spikes = SpikeReference(factor, self.spike_window) if factor is not None else None
         return NumericsPolicy(session, options, self._counts, spikes)
 
-    # Not as the state of a callback: a Trainer may hold several of this class, of which one acts, and Lightning refuses
-    # two that have a state.
+    # Saved here, not as the state of a callback: a Trainer may hold several callbacks of this class, one of which acts,
+    # and Lightning refuses two that have a state.
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Saves the counts."""

@@ -99,7 +99,7 @@ class Preemption(SessionCallback):
             session,
             listener,
             release,
-            DEFAULT_GRACE_PERIOD_S if self._injected else self.grace_period_s,  # that of a launch is its own option
+            DEFAULT_GRACE_PERIOD_S if self._injected else self.grace_period_s,  # a launch has its own option
             protects_workers=self.enable_exit_handler_for_data_loader,
         )
 

@@ -108,7 +108,7 @@ class StragglerDetection(SessionCallback):
         self.min_consecutive_reports = min_consecutive_reports
         self.run_dir = run_dir
         self.report: Report | None = None
-        """The last one; on rank 0 only."""
+        """The last report; on rank 0 only."""
 
     def _participate(self, session: FitSession) -> Participant:
         """Chooses how to measure."""
@@ -118,11 +118,11 @@ class StragglerDetection(SessionCallback):
         self.report = report
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """A validation between two steps is no part of either."""
+        """Excludes a validation between two steps from the timing."""
         if session_of(trainer, self) and isinstance(reports := self._participant, StragglerReports):
             reports.enter(NO_SECTION)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """It is over."""
+        """Continues the timing after the validation."""
         if session_of(trainer, self) and isinstance(reports := self._participant, StragglerReports):
             reports.enter(CALLBACKS)

@@ -1,1 +1,1 @@
-"""One fit: who takes part in it, in which order, and what is saved and restored of it."""
+"""One fit: its participants, the order in which they are called, and the state that is saved and restored."""

@@ -1,15 +1,15 @@
-"""A run goes on with fewer ranks than it was begun with: those that are there train on the batches of the others, too.
+"""Training with fewer ranks than the run was begun with: each process also trains on batches of absent ranks.
 
-The ranks of a run are those with which it was begun. Each process is one of them, and takes the places of some that are
-absent: in each optimizer step it makes their forward and backward passes as well, on the batches, with the random
-numbers and from the buffers that they would have, and gradients are reduced once (cf. the virtual nodes of VirtualFlow,
-MLSys 2022, and the threads of EasyScale, SC 2023). So a step has the same samples as before and means the same,
-whatever the loss is; steps, epochs and schedules count as before, no sample is left out or trained on twice, and the
-run can go on with any number of ranks up to the first. Only the order in which gradients are summed differs, and a step
-takes as many times as long as ranks share a process.
+The ranks of a run are those with which it was begun. Each process is one of them, and takes the places of some absent
+ranks. In each optimizer step it also makes the forward and backward passes of these ranks: on the batches, with the
+random numbers and from the buffers that they would have. Gradients are reduced once (cf. the virtual nodes of
+VirtualFlow, MLSys 2022, and the threads of EasyScale, SC 2023). So a step has the same samples as before and means the
+same, whatever the loss is. Steps, epochs and schedules count as before, no sample is left out or trained on twice, and
+the run can continue with any number of ranks up to the first. Only the order in which gradients are summed differs, and
+a step takes as many times as long as ranks share a process.
 
-Where the global batch may shrink, those that are there make their own passes alone: the batches of the absent ranks are
-left out, and counted. Nobody else trains on them, so that a rank that comes back goes on where it would be.
+Where the global batch may shrink, the processes make only their own passes. The batches of the absent ranks are left
+out, and counted. No other rank trains on them, so a rank that comes back continues where it would have been.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ log = logging.getLogger(__name__)
 
 
 def why_not(trainer: Trainer, before: int, some_are_absent: bool | None = None) -> str | None:
-    """Why the ranks that are there cannot have the steps of a run of others; ``None`` if they can.
+    """Why these processes cannot make the steps of a run with ``before`` ranks; ``None`` if they can.
 
     Args:
         trainer: The Trainer, when its strategy is set up.
-        before: How many ranks the run has; if there are not as many, they train for those that are absent.
-        some_are_absent: Whether to ask for that case; default: if it is so.
+        before: How many ranks the run has; if there are fewer processes, they train for the absent ranks.
+        some_are_absent: Whether to check for absent ranks; default: if there are fewer processes than ``before``.
     """
     module, group = trainer.lightning_module, lightning_strategies.group_size(trainer)
     if lightning_strategies.name_of(trainer.strategy) == "ModelParallelStrategy" and not group:
@@ -73,7 +73,7 @@ def why_not(trainer: Trainer, before: int, some_are_absent: bool | None = None) 
 
 
 def why_not_divided(trainer: Trainer, loaders: Sequence[Any]) -> str | None:
-    """Why the training data of a fit cannot be divided among more ranks than processes; ``None`` if they can."""
+    """Why the training data of a fit cannot be divided among more ranks than processes; ``None`` if it can."""
     return next(filter(None, (lightning_micro_batches.why_not(trainer, each) for each in loaders)), None)
 
 
@@ -81,23 +81,23 @@ class AbsentRanks:
     """The places of absent ranks that this process takes.
 
     Args:
-        trainer: The Trainer, before its data are set up.
-        patches: What undoes it.
+        trainer: The Trainer, before its data is set up.
+        patches: Undoes the changes to the Trainer.
         data: The training data, divided among the ranks of the run.
         ranks: The places that this process takes.
         before: How many ranks the run has.
         shrinks: Whether the batches of absent ranks are left out, rather than trained on.
         advanced: Called after each batch that is fetched again.
-        get_random_state: Gives this process's random state.
-        set_random_state: Restores one.
-        workers: Those of training data loaders.
+        get_random_state: Returns this process's random state.
+        set_random_state: Restores a random state.
+        workers: The workers of the training data loaders.
 
     Attributes:
         before: How many ranks the run has.
         ranks: The places that this process takes.
-        states: What only the absent ranks would know, by their numbers: the values at a key are replaced, not changed.
-        is_in_vain: Whether the pass that is made counts for nothing.
-        share: What the losses are multiplied by, so that the mean over processes is that over ranks.
+        states: By rank, the state that only the absent rank would know. Values at a key are replaced, never changed.
+        is_in_vain: Whether the current pass counts for nothing.
+        share: The factor of the losses, so that the mean over processes is the mean over ranks.
     """
 
     def __init__(
@@ -124,15 +124,15 @@ class AbsentRanks:
         self._workers = workers
         self._is_resuming = False
         self._loaders: list[Any] = []
-        self._are_given = False  # the states of data workers, too
+        self._are_given = False  # whether states hold those of data workers, too
         self._has_warned = False
         self._iterator: Callable[[], Any] = lambda: None  # the Trainer's of this epoch
         self._fetched = 0
         self._batches_before: int | None = None  # how many batches of all epochs were done when the training continued
         self._buffers: list[torch.Tensor] = []
         self._begun: list[torch.Tensor] | None = None
-        self._buffers_of: dict[int, list[torch.Tensor]] = {}  # behind the last batch of an accumulation window
-        self._next: int | None = None  # whose forward pass comes next, where it is that of an absent rank
+        self._buffers_of: dict[int, list[torch.Tensor]] = {}  # after the last batch of an accumulation window
+        self._next: int | None = None  # the absent rank whose forward pass comes next; None: this rank's own
         self._is_next = False
         self._hook: RemovableHandle | None = None
         self._patches: Patches | None = patches
@@ -146,23 +146,23 @@ class AbsentRanks:
         return batches * (self.before - self._trainer.world_size)
 
     def resume(self, states: Mapping[int, dict[str, Any]]) -> None:
-        """The training continues from these states.
+        """Sets the states from which the training continues.
 
         Args:
-            states: Of ranks, as :meth:`.ExactState.own_state` gives them.
+            states: States of ranks, as :meth:`.ExactState.own_state` gives them.
         """
         self.stand_in({rank: states[rank] for rank in self.ranks})
         self._is_resuming, self._loaders, self._batches_before = True, [], None
 
     def begin(self) -> None:
-        """The training data are set up."""
+        """Called when the training data is set up: adds the passes of the absent ranks."""
         if (patches := self._patches) is not None:
             self._patches = None
             passes = self._micro_batches, self._begin_batch, self._expect_forward
             lightning_micro_batches.add_micro_batches(self._trainer, patches, *passes, self.share)
 
     def leave(self) -> None:
-        """The fit has ended."""
+        """Called when the fit has ended."""
         if self._hook is not None:
             self._hook.remove()
         self._loaders = []
@@ -171,12 +171,12 @@ class AbsentRanks:
         """The states of the absent ranks, by their numbers.
 
         Args:
-            mine: That of this rank, as :meth:`.ExactState.own_state` gives it.
+            mine: The state of this rank, as :meth:`.ExactState.own_state` gives it.
         """
         trainer = self._trainer
         metrics = lightning_metrics.counts_for_nothing(trainer, trainer.lightning_module, mine["metrics"])
         nothing = {"metrics": metrics, "inherited": True, "absent": {}}
-        if self.shrinks:  # their random numbers will be those of this process, which has made as many steps
+        if self.shrinks:  # they get this process's random numbers, which have advanced as far
             return {str(rank): {**mine, **nothing, "kept": state["kept"]} for rank, state in self.states.items()}
         in_epoch = ("epoch", "first_batch", "worker_states") if mine["epoch"] is not None else ()
         theirs = {"now", *in_epoch, "kept", "metrics", "absent"}
@@ -185,7 +185,7 @@ class AbsentRanks:
 
     @property
     def known(self) -> dict[int, dict[str, Any]]:
-        """The :attr:`states`, and those of their data workers."""
+        """The :attr:`states`, with the states of their data workers."""
         if self.shrinks:  # they have none
             return {rank: {**state, "worker_states": None} for rank, state in self.states.items()}
         if self._are_given:
@@ -197,21 +197,22 @@ class AbsentRanks:
         }
 
     def stand_in(self, states: Mapping[int, dict[str, Any]]) -> None:
-        """From now on :meth:`own_states` gives these states, of ranks whose places this process or another one takes.
+        """From now on :meth:`own_states` gives these states of ranks whose places this process or another one takes.
 
         Args:
-            states: Of each ``"now"``, ``"epoch"``, ``"first_batch"``, ``"worker_states"`` and ``"kept"``.
+            states: By rank, ``"now"``, ``"epoch"``, ``"first_batch"``, ``"worker_states"`` and ``"kept"``.
         """
         self.states, self._are_given = {rank: dict(state) for rank, state in states.items()}, True
 
     def follow_evaluation(self, before: RandomState, after: RandomState) -> None:
-        """An evaluation has drawn random numbers here, as it would have in the absent ranks.
+        """Advances the random states of the absent ranks as an evaluation has advanced the one of this process.
 
-        That is a seed for each iterator of a data loader. If it was something else, it cannot be followed.
+        An evaluation draws a seed for each iterator of a data loader. If it has drawn anything more, the random states
+        of the absent ranks cannot follow, and a warning is logged.
 
         Args:
-            before: This process's random state.
-            after: The same.
+            before: This process's random state before the evaluation.
+            after: The same after the evaluation.
         """
         if self.shrinks:
             return
@@ -232,7 +233,7 @@ class AbsentRanks:
     # -- data ----------------------------------------------------------------------------------------------------------
 
     def at_boundary(self) -> None:
-        """A training boundary: in the first of an epoch, and of a resume, the loaders of the absent ranks begin."""
+        """A training boundary: the loaders of the absent ranks begin at the first one of an epoch or a resume."""
         self._follow(lightning_data.batches_fetched_in_all(self._trainer))
 
     def _follow(self, done: int) -> None:
@@ -242,7 +243,7 @@ class AbsentRanks:
             self._begin_epoch(done if self._is_resuming else 0)
 
     def _micro_batches(self) -> list[MicroBatch]:
-        """The batches that the absent ranks have at the place at which this one is."""
+        """The batches of the absent ranks at the position that this rank has reached."""
         place = lightning_data.batches_fetched_in_all(self._trainer)
         self._follow(place - 1)  # a search inside the fit has no boundaries
         if self.shrinks:
@@ -275,13 +276,13 @@ class AbsentRanks:
         for other in self._loaders:
             self._workers.watch(other.flattened)
         for (rank, state), loader in zip(self.states.items(), self._loaders, strict=True):
-            # The first batch of all is that of the next epoch, where the checkpoint is from the end of one.
+            # If the state has fetched batches and none is done, the checkpoint is from the end of the epoch before.
             if is_resuming and state["epoch"] is not None and (done or not state["fetched"]):
                 now = state["now"]
                 with self._random_state_of(rank):
                     self._set_random_state(state["epoch"])
                     primed = partial(self._set_random_state, state["first_batch"] or now)
-                    if state["fetched"] == done:  # else batches have another size
+                    if state["fetched"] == done:  # otherwise batches have another size
                         begun = partial(self._set_random_state, state["epoch"])
                         unseed = begun if state.get("workers_kept") else lambda: None
                         self._workers.begin_at(loader.flattened, done, state["worker_states"], primed, unseed)
@@ -314,11 +315,11 @@ class AbsentRanks:
     # -- forward and backward passes -----------------------------------------------------------------------------------
 
     def get_state_of_batch(self) -> Any:
-        """What the passes of the batch begin with that was fetched last."""
+        """The state from which the passes of the batch that was fetched last begin."""
         return {rank: state["now"] for rank, state in self.states.items()}, self._buffers_of.copy()
 
     def set_state_of_batch(self, state: Any) -> None:
-        """The passes are made again."""
+        """Restores such a state, before the passes are made again."""
         random, buffers = state
         for rank, now in random.items():
             self.states[rank]["now"] = now
@@ -345,7 +346,7 @@ class AbsentRanks:
         self._set_random_state(before)
 
     def _expect_forward(self, rank: int | None = None) -> None:
-        """The forward pass of an absent rank comes next, or one of this rank."""
+        """Called before a forward pass: of an absent rank, or of this rank if ``rank`` is ``None``."""
         self._next = rank
         module, under_ddp = self._trainer.lightning_module, lightning_strategies.ddp_wrapper(self._trainer) is not None
         if self._begun is None:  # once in a batch: StochasticWeightAveraging has its own for an epoch
@@ -358,9 +359,10 @@ class AbsentRanks:
             self._before_forward()
 
     def _before_forward(self) -> None:
-        """Each rank begins an accumulation window with the buffers of rank 0; under DDP they have come right before.
+        """Sets the buffers with which the rank of the next pass would begin.
 
-        Within one it goes on with its own.
+        Each rank begins an accumulation window with the buffers of rank 0, which DDP has broadcast right before. Within
+        a window it continues with its own.
         """
         if not self._is_next:
             return
@@ -379,6 +381,6 @@ def _seeding(state: RandomState) -> list[torch.Tensor]:
 
 
 def _others(state: RandomState) -> list[Any]:
-    """Of the other generators."""
+    """The states of the other generators."""
     accelerator = state.get("accelerator", torch.empty(0))
     return [state["python"], pickle.dumps(state["numpy"]), accelerator.tolist()]

@@ -1,4 +1,4 @@
-"""Lightning's own saves through :mod:`lightning_resilience.checkpoint.checkpoint_file`: a thin adapter, no mechanism.
+"""Lightning's own saves, written by :mod:`lightning_resilience.checkpoint.checkpoint_file`: an adapter, no mechanism.
 
 :func:`make_durable` covers the three ways in which Lightning writes checkpoints: files, through the strategy's
 ``CheckpointIO``; directories, which sharded strategies write without it; and ``ModelCheckpoint``'s ``last.ckpt`` link.
@@ -39,7 +39,7 @@ _LAST_SAVES_WITHIN_S = 1800.0  # torch's default timeout, with which other ranks
 
 
 def _local_path(path: str | Path) -> Path | None:
-    """``path`` as Lightning resolves it, or ``None`` if it is on a remote storage (``s3://...``)."""
+    """``path`` as Lightning resolves it, or ``None`` if it is on remote storage (``s3://...``)."""
     file_system, local = url_to_fs(os.fspath(path))
     return Path(local) if isinstance(file_system, LocalFileSystem) else None
 
@@ -50,7 +50,7 @@ class DurableCheckpointIO(CheckpointIO):
     Args:
         inner: Lightning's own plugin, which still handles remote storage.
         before_publish: Called before a checkpoint becomes visible; an exception stops the save.
-        metadata: Added to every checkpoint's stamp, beside ``step`` and ``epoch``.
+        metadata: Added to every checkpoint's stamp, with ``step`` and ``epoch``.
     """
 
     def __init__(
@@ -64,11 +64,11 @@ class DurableCheckpointIO(CheckpointIO):
         self.metadata = metadata or {}
         self.newest: Path | None = None
         self.keeps_all = False
-        """Whether nothing is removed: a save was refused, and an older checkpoint must stay in its place."""
+        """Whether nothing is removed: a save was refused, and an older checkpoint must stay."""
         self._has_warned = False
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the fit in progress, in which a copied Trainer takes no part."""
+        """Leaves out the fit in progress: a copied Trainer takes no part in it."""
         return {**vars(self), "before_publish": None}
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
@@ -103,7 +103,7 @@ class DurableCheckpointIO(CheckpointIO):
         return checkpoint_file.load(local, map_location, weights_only)
 
     def remove_checkpoint(self, path: str | Path) -> None:
-        """Removes a checkpoint; first points a link to it in the same folder, ``last.ckpt``, to the newest one."""
+        """Removes a checkpoint; if ``last.ckpt`` in the same folder links to it, first links that to the newest."""
         if self.keeps_all:
             return
         local = _local_path(path)
@@ -133,7 +133,7 @@ def _links_to(path: Path) -> list[Path]:
 
 
 def _stamped(checkpoint: dict[str, Any], metadata: dict[str, Any], path: Path) -> dict[str, Any]:
-    """``metadata`` with the step and epoch of the checkpoint, and its path."""
+    """``metadata``, with the step and epoch of the checkpoint and its path."""
     position = {"step": checkpoint.get("global_step"), "epoch": checkpoint.get("epoch")}
     found = {key: value for key, value in position.items() if isinstance(value, int)}
     return {**found, "saved_as": os.path.realpath(path), **metadata}
@@ -142,7 +142,7 @@ def _stamped(checkpoint: dict[str, Any], metadata: dict[str, Any], path: Path) -
 class _SealedSave:
     """``save_checkpoint`` of a strategy that writes directories without its ``CheckpointIO`` (FSDP, ModelParallel).
 
-    Before it the existing directory is set aside; after it rank 0 seals the new one and removes the old one.
+    Before a save, the existing directory is set aside. After it, rank 0 seals the new one and removes the old one.
     """
 
     def __init__(
@@ -210,7 +210,7 @@ def on_every_rank(strategy: Any, action: Callable[[], T]) -> T:
 
 
 def _link_checkpoint(trainer: Trainer, filepath: str, linkpath: str) -> None:
-    """``ModelCheckpoint._link_checkpoint``, but there is a ``last.ckpt`` at any time."""
+    """``ModelCheckpoint._link_checkpoint``, except that a ``last.ckpt`` exists at any time."""
     asynchronous = lightning_checkpoint_io.is_async_checkpoint_io(trainer.strategy.checkpoint_io)
     exists = asynchronous or os.path.lexists(filepath)  # not after a refused save
 
@@ -228,9 +228,9 @@ def _link_checkpoint(trainer: Trainer, filepath: str, linkpath: str) -> None:
 
 
 def keep_all(trainer: Trainer) -> None:
-    """Ignores removals by Lightning until its next save, after a refused one.
+    """Ignores removals by Lightning until its next save; called after a save was refused.
 
-    ``ModelCheckpoint`` believes that it was saved and removes the one before.
+    ``ModelCheckpoint`` assumes that the refused checkpoint was saved, and removes the one before.
     """
     io: Any = trainer.strategy.checkpoint_io
     if not lightning_checkpoint_io.is_async_checkpoint_io(io):
@@ -251,7 +251,7 @@ def make_durable(
     Args:
         trainer: Its strategy must be set up.
         before_publish: Called before a checkpoint becomes visible; an exception stops the save.
-        metadata: JSON-serialisable, added to every checkpoint's stamp.
+        metadata: JSON-serializable, added to every checkpoint's stamp.
     """
     strategy: Any = trainer.strategy
     io = strategy.checkpoint_io
@@ -284,15 +284,15 @@ def make_durable(
 
 @contextmanager
 def own_files(strategy: Any, before_publish: Callable[[], None], metadata: dict[str, Any]) -> Iterator[None]:
-    """The strategy writes the run's own checkpoints: durable at once, whatever ``CheckpointIO`` the script has.
+    """Has the strategy write the run's own checkpoints: durable at once, whatever ``CheckpointIO`` the script has.
 
-    One that hands saves to a thread would return before they are on disk, and any other one writes no checksum,
-    without which a resume refuses them.
+    A ``CheckpointIO`` that hands saves to a thread would return before they are on disk. Any other one writes no
+    checksum, and a resume refuses checkpoints without one.
 
     Args:
-        strategy: Of the Trainer.
+        strategy: The Trainer's.
         before_publish: See :class:`DurableCheckpointIO`.
-        metadata: Added to their stamp.
+        metadata: Added to the stamp of the checkpoints.
     """
     of_script = strategy.checkpoint_io
     strategy.checkpoint_io = DurableCheckpointIO(TorchCheckpointIO(), before_publish, metadata)
@@ -311,7 +311,7 @@ def undo(trainer: Trainer) -> None:
     elif lightning_checkpoint_io.is_async_checkpoint_io(io) and isinstance(io.checkpoint_io, DurableCheckpointIO):
         if not lightning_checkpoint_io.wait_for_async_saves(io, _LAST_SAVES_WITHIN_S):
             log.error("AsyncCheckpointIO did not finish saving in %.0f s; abandoning its saves.", _LAST_SAVES_WITHIN_S)
-            return  # they use the plugin
+            return  # the unfinished saves use the plugin
         lightning_checkpoint_io.set_inner_checkpoint_io(io, io.checkpoint_io.inner)
         del io.remove_checkpoint
     if isinstance(vars(strategy).get("save_checkpoint"), _SealedSave):

@@ -1,4 +1,4 @@
-"""Which checkpoint a fit resumes from, over all tiers: the newest by its step that every rank can verify.
+"""Chooses the checkpoint that a fit resumes from, over all tiers: the newest by step that every rank can verify.
 
 | tier | where | survives |
 |---|---|---|
@@ -6,10 +6,10 @@
 | replica | another node's local storage | the loss of a node |
 | global | the run directory | everything |
 
-At the same step a local generation precedes a global checkpoint; a replica replaces a missing or bad shard. All ranks
-decide together. A checkpoint that fails verification is quarantined, with the reason. One that was marked bad
-(:meth:`CheckpointSelector.mark_bad`) is never chosen again, and neither is one of a course that the training has left.
-When storage does not respond, the start waits, then fails, and nothing is moved.
+At the same step a local generation precedes a global checkpoint. A replica replaces a missing or bad shard. All ranks
+decide together. A checkpoint that fails verification is quarantined, with the reason. A checkpoint that was marked bad
+(:meth:`CheckpointSelector.mark_bad`) is never chosen again; neither is a checkpoint of a course that the training has
+left. When storage does not respond, the start waits, then fails, and nothing is moved.
 """
 
 from __future__ import annotations
@@ -57,16 +57,17 @@ log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 Choice: TypeAlias = "tuple[Path, dict[str, Any] | None]"
-"""A checkpoint's path and content; no content where the strategy itself loads it."""
+"""A checkpoint's path and content; no content where the strategy itself loads the checkpoint."""
 
 MAX_MARKED_BAD = 3
-"""How many checkpoints of a tier may be marked bad in a fit: with more, the cause is not in the checkpoints.
+"""How many checkpoints of a tier may be marked bad in a fit. With more, the cause is not in the checkpoints.
 
-After so many local ones the newest global one is tried. After so many global ones, or without any left, the run ends.
+After this many local ones, the newest global one is tried. After this many global ones, or without any left, the run
+ends.
 """
 
 MAX_RESTORES = 2
-"""How many attempts in a row may fail to restore a checkpoint; then it is marked bad, although it verifies."""
+"""After how many failed attempts in a row to restore a checkpoint it is marked bad, although it verifies."""
 
 
 class BadCheckpoint(RuntimeError):
@@ -86,11 +87,11 @@ class _Loaded:
 
 
 class CheckpointSelector:
-    """Chooses and verifies for one fit.
+    """Chooses and verifies the checkpoint of one fit.
 
     Attributes:
         uses_global: Whether the run's own global checkpoints are candidates.
-        local: The local tier, if there is one.
+        local: The local tier, if it is used.
     """
 
     def __init__(self, fit: FitContext, outcome: FitOutcome) -> None:
@@ -99,13 +100,13 @@ class CheckpointSelector:
         self.uses_global = False
         self.local: LocalTier | None = None
         self.complete: list[Generation] = []
-        """The local generations that can still be resumed from, newest first, as of the resume."""
+        """The local generations from which a resume was still possible when the checkpoint was chosen, newest first."""
         self._probation_steps = 10
         self.loaded: _Loaded | None = None
         self.ended: dict[str, Any] | None = None
-        """How the fit had ended, if that is its final state; see :meth:`.FitOutcome.ends_there`."""
+        """How the fit had ended, if the checkpoint is its final state; see :meth:`.FitOutcome.ends_there`."""
         self.forks: list[int] = []
-        """At which steps the fit has left a course for another one; see :func:`~.generations.is_on_course`."""
+        """The steps at which the fit has left a course for another one; see :func:`~.generations.is_on_course`."""
         self._unreadable: list[str] = []
         """Why checkpoints that may be intact were skipped; equal on all ranks."""
         self._users_choice: str | None = None
@@ -126,7 +127,7 @@ class CheckpointSelector:
         self.local, self._probation_steps = tier, probation_steps
 
     def has_saved(self) -> bool:
-        """Whether there seems to be something to resume from, as far as this rank sees."""
+        """Whether this rank sees a checkpoint to resume from, without verifying it."""
         with contextlib.suppress(OSError):
             if self.uses_global and resume.checkpoints(self._fit.folder.checkpoints):
                 return True
@@ -186,14 +187,14 @@ class CheckpointSelector:
         return None
 
     def _begins_anew_beside(self, refused: str) -> None:
-        """All that there is was saved by other ranks or another strategy: perhaps a start with a wrong flag.
+        """All local checkpoints were saved by other ranks or another strategy: perhaps a start with a wrong flag.
 
         Raises:
-            AnotherFit: If a person can mend that, or nothing else than local checkpoints is ever saved.
+            AnotherFit: If a person can correct the start, or the run saves nothing but local checkpoints.
         """
         line = membership.current()
         if line is not None and line.generation > 0:
-            return  # where all ranks are restarted, they can go on from it
+            return  # when all ranks are restarted, they can continue from it
 
         def goes_on() -> bool:
             return os.environ.get(CONTINUE_VARIABLE) == "1" or (self.uses_global and is_started_by_machine())
@@ -208,7 +209,7 @@ class CheckpointSelector:
             log.warning("The only checkpoints are local, and %s. They are removed once a new one is saved.", refused)
 
     def _saved_once(self) -> int | None:
-        """The newest step of this fit that was saved to the run directory, as far as is known."""
+        """The newest step of this fit saved to the run directory, as the ledger has it; ``None`` if none is known."""
         try:
             return read_history(self._fit.run.ledger).safe_step(fit=self._fit.index) if self.uses_global else None
         except OSError:
@@ -221,12 +222,12 @@ class CheckpointSelector:
 
         Args:
             until: The largest ``trainer.global_step``.
-            or_begin: Whether the fit rolls back to its beginning if there is none.
+            or_begin: Whether the fit rolls back to its beginning if no such checkpoint exists.
             only_global: Whether to ignore local checkpoints.
         """
         if self.local is None and not self.uses_global:
             return None
-        self._event = RestoredInPlace  # in the same processes: no interruption
+        self._event = RestoredInPlace  # in the same processes: this is no interruption
         paths, generations = self._saved()
         choice = self._first_usable(
             [path for path in paths if resume.step_of(path) <= until],
@@ -269,11 +270,11 @@ class CheckpointSelector:
         def look() -> tuple[list[Path], dict[str, str], list[int]]:
             paths = list[Path]()
             if self.uses_global:
-                folder.checkpoints.stat()  # it was created: a missing folder is not an empty one
+                folder.checkpoints.stat()  # the fit created it: a missing folder must not pass for an empty one
                 paths = resume.checkpoints(folder.checkpoints)
             return paths, folder.bad_checkpoints, folder.forks
 
-        # As rank 0 reads it: on shared storage other ranks may see an older version.
+        # Rank 0 reads for all ranks: on shared storage other ranks may see an older version.
         paths, marked_bad, self.forks = self._fit.from_rank_0(look)
         self._fit.metadata["course"] = self.course
         return paths, [] if self.local is None else self._generations(self.local, marked_bad)
@@ -296,9 +297,9 @@ class CheckpointSelector:
         return None
 
     def is_of_failed_step(self, explicit: str) -> bool:
-        """Whether ``explicit`` was saved by an OnExceptionCheckpoint when this fit has failed, in the middle of a step.
+        """Whether an OnExceptionCheckpoint saved ``explicit`` when this fit failed, in the middle of a step.
 
-        Lightning takes such a file by itself.
+        Lightning resumes from such a file automatically.
         """
         if self.local is None and not self.uses_global:
             return False
@@ -307,7 +308,7 @@ class CheckpointSelector:
 
     def _is_users_choice(self, explicit: str, own: bool) -> bool:
         if (self._fit.folder.fingerprint or {}).get("ckpt_path") == explicit:
-            return False  # where this fit started: it resumes from its own newer checkpoint
+            return False  # this fit was started from that file: it resumes from its own newer checkpoint
         if not own:
             return True
         # ckpt_path="last" and "hpc" mean "resume"; Lightning has turned them into paths by now.
@@ -324,7 +325,7 @@ class CheckpointSelector:
     def _is_newest_of_this_fit(self, path: Path) -> bool:
         """Whether this fit has saved ``path`` through Lightning, and nothing later in the same folder.
 
-        Scripts look for such a file when they start. With an older file, or a copy, the fit starts from that.
+        Scripts look for such a file when they start. If ``path`` is an older file or a copy, the fit starts from it.
         """
         if (step := self._step_of_this_fit(path)) is None:
             return False
@@ -341,14 +342,14 @@ class CheckpointSelector:
         return stamp.metadata.get("step")
 
     def begin(self) -> None:
-        """Training begins. If it does from a checkpoint that the user chose, a restart resumes from there.
+        """Training begins. If it begins from a checkpoint that the user chose, later restarts resume from there.
 
-        Older checkpoints of the fit belong to another course; a restart would take them for its newest.
+        Older checkpoints of the fit belong to another course, so they are set aside: a restart would choose the newest.
         """
         fit, chosen = self._fit, self._users_choice
         if chosen is None:
             return
-        # If it is one of the fit's own, the older ones belong to its course.
+        # If the chosen checkpoint is one of the fit's own, the older ones belong to its course.
         here = Path(chosen).absolute().parent == fit.folder.checkpoints.absolute()
         self._leave_course(fit.trainer.global_step if here else -1)
 
@@ -387,13 +388,13 @@ class CheckpointSelector:
     def _in_order(
         self, paths: list[Path], generations: list[Generation], finished: bool
     ) -> Iterator[Generation | Path]:
-        """Newest first; equal on all ranks."""
-        # A limit may end a fit in the middle of an epoch, which Lightning then ends early. When the limit is raised,
-        # the longer run is exact only from a state before that end.
+        """All candidates, newest first; equal on all ranks."""
+        # A limit may end a fit in the middle of an epoch, and Lightning then ends that epoch early. When the limit is
+        # raised, the longer run is exact only from a state before that end.
         ended = not finished and any(map(resume.is_final, paths))
         stretched = ended and self._fit.from_rank_0(lambda: self._ends_apart(paths))
 
-        # Lightning does not run a fit whose steps are all done: its remaining hooks would be left out.
+        # Lightning does not run a fit whose steps are all done, so the remaining hooks of the fit would not be called.
         given = self._fit.trainer.max_steps
         most = -1 if given is None else given
 
@@ -408,20 +409,20 @@ class CheckpointSelector:
         yield from sorted(candidates, key=rank, reverse=True)
 
     def _ends_apart(self, paths: list[Path]) -> bool:
-        """Whether the fit as it is now would not pass through its newest final state."""
+        """Whether the fit with its present limits would not pass through its newest final state."""
         fit = self._fit
         path = next(filter(resume.is_final, paths), None)
         with contextlib.suppress(checkpoint_file.CorruptCheckpoint, KeyError, TypeError):  # reported when it is loaded
             if path is not None and (stamp := _stamp(path)) is not None and "ended" in stamp.metadata:
                 ended = stamp.metadata["ended"]
                 return bool(ended[ENDS_APART]) and not self._outcome.ends_there(ended["by"], ended["limits"])
-        outcome = fit.previous_outcome  # where older versions recorded it
+        outcome = fit.previous_outcome  # older versions recorded it there
         return outcome is not None and bool(outcome.details.get(ENDS_APART, outcome.reason == "max_steps"))
 
     def _load_local(self, generation: Generation) -> Choice | None:
         assert self.local is not None
         fit = self._fit
-        saved_at = self.local.saved_at(generation)  # local saves are too many for an event each
+        saved_at = self.local.saved_at(generation)  # the ledger has no event for each local save
         checkpoints = self.local.load(generation)
         self._report_bad()
         if checkpoints is None:
@@ -447,7 +448,7 @@ class CheckpointSelector:
 
     def _load_global(self, path: Path, finished: bool) -> Choice | None:
         fit, strategy = self._fit, self._fit.trainer.strategy
-        is_directory, found, reason = fit.from_rank_0(lambda: self._look(path))  # before other ranks
+        is_directory, found, reason = fit.from_rank_0(lambda: self._look(path))  # before the other ranks read
         if is_directory and reason is None:
             mine, corrupt = self._try(lambda: self._verify(path, is_directory))
             found, reason = strategy.broadcast(mine), next(iter(corrupt.values()), None)
@@ -464,10 +465,10 @@ class CheckpointSelector:
             if not corrupt:
                 # A finished fit without its final state resumes from an older one and finishes again.
                 self.ended = ended = found.metadata.get("ended") if resume.is_final(path) else None
-                # If the process died before it wrote the outcome, the final state says that it had finished.
+                # If the process died before it wrote the outcome, the final state shows that the fit had finished.
                 finished |= bool(ended and ended["is_over"] and self._outcome.ends_there(ended["by"], ended["limits"]))
                 self._restored(path, finished and resume.is_final(path))
-                # A strategy that loads state reads its own file and ignores what it is given.
+                # A strategy that loads state reads its own file and ignores the content that it is given.
                 return path, None if lightning_strategies.traits_of(strategy).loads_state else loaded
             reason = corrupt.get(0)
         if reason is None:  # intact for rank 0, but not for another rank
@@ -477,17 +478,17 @@ class CheckpointSelector:
         return None
 
     def _verify_on_each_node(self, path: Path, by_rank_0: tuple[int, ...]) -> tuple[tuple[int, ...], dict[int, str]]:
-        """Has one rank of every other node verify a file; all ranks of that node load what it has verified.
+        """Has one rank of every other node verify a file; all ranks of that node load the verified file.
 
-        The page cache shares the file within the node: a copy in shared memory would have to be removed. Nor is it
-        mapped: when storage fails, reading raises, but touching a mapping kills the process.
+        The ranks of a node share the file through the page cache: a copy in shared memory would have to be removed. The
+        file is not mapped either: when storage fails, reading raises, but touching a mapping kills the process.
 
         Args:
             path: A file that rank 0 has verified, or a directory.
-            by_rank_0: Identifies the file there; empty for a directory.
+            by_rank_0: What identifies the file on rank 0; empty for a directory.
 
         Returns:
-            Identifies the file on this node; and by rank what is corrupt, as :meth:`_try`.
+            What identifies the file on this node; and, by rank, what is corrupt, as in :meth:`_try`.
         """
         fit = self._fit
         node = next(ranks for ranks in fit.nodes if fit.rank in ranks)
@@ -504,7 +505,7 @@ class CheckpointSelector:
         return fit.gather(mine)[node[0]], corrupt
 
     def _look(self, path: Path) -> tuple[bool, checkpoint_file.Stamp | None, str | None]:
-        """Whether it is a directory; and of a file the result of :meth:`_verify`. A missing one raises."""
+        """Whether ``path`` is a directory; and for a file the result of :meth:`_verify`. Raises if it is missing."""
         if not stat.S_ISDIR(path.stat().st_mode):
             return (False, *self._verify(path, False))
         sealed = os.path.lexists(path / checkpoint_file.MARKER)
@@ -514,12 +515,12 @@ class CheckpointSelector:
         """The stamp of a checkpoint, or why it is corrupt."""
         fit = self._fit
         of_mine = functools.partial(dcp.is_share, rank=fit.rank, world_size=fit.trainer.world_size)
-        seen = path / checkpoint_file.MARKER if is_directory else path  # by rank 0
+        seen = path / checkpoint_file.MARKER if is_directory else path  # rank 0 has seen it
         seen.stat()
         try:
             stamp, step = resume.verify(path, {"fit": fit.index}, of_mine), resume.step_of(path)
         except checkpoint_file.CorruptCheckpoint as error:
-            seen.stat()  # raises if it is gone: not corrupt
+            seen.stat()  # raises if the file is gone, which is no corruption
             return None, str(error)
         if (its := stamp.metadata.get("step", step)) != step:
             return None, str(checkpoint_file.corrupt(path, f"its step is {its!r}, not {step}"))
@@ -532,10 +533,10 @@ class CheckpointSelector:
             read: Called on every rank; returns the result, and why the checkpoint is corrupt.
 
         Returns:
-            The result of this rank; and by rank why it is corrupt, equal on all ranks.
+            The result of this rank; and, by rank, why the checkpoint is corrupt, equal on all ranks.
 
         Raises:
-            StorageFails: On all ranks, if the storage of one did not respond.
+            StorageFails: On all ranks, if the storage of one rank did not respond.
         """
         fit = self._fit
         content: Any = None
@@ -573,7 +574,7 @@ class CheckpointSelector:
             self._report_restored(path, finished)
 
     def settings_are_accepted(self) -> None:
-        """Reports that a finished fit is restored: its settings are those of the script."""
+        """Reports that a finished fit is restored; called when the script's settings are known to be accepted."""
         if self._postponed is not None:
             self._postponed()
             self._postponed = None
@@ -601,16 +602,16 @@ class CheckpointSelector:
 
     @contextlib.contextmanager
     def restoring(self) -> Iterator[None]:
-        """Records for the next start that the chosen checkpoint cannot be restored; this process must end.
+        """If the chosen checkpoint cannot be restored, records that for the next start; this process must then end.
 
         Raises:
-            AnotherFit: If the script must be changed first, which says nothing about the checkpoint.
+            AnotherFit: If the script must be changed first, so that the checkpoint is not to blame.
         """
         try:
             yield
         except BaseException as error:
             if isinstance(error, Exception) and (change := past_max_epochs(self._fit.trainer)) is not None:
-                raise AnotherFit(change) from error  # Lightning's error, which has restored the epoch by then
+                raise AnotherFit(change) from error  # Lightning's error, raised after it has restored the epoch
             if self.loaded is not None and _may_be_the_states_fault(error):
                 kind, loaded = type(error).__name__, self.loaded
                 self._fit.ledger.record(
@@ -627,10 +628,10 @@ class CheckpointSelector:
             raise
 
     def _mark_bad_if_not_restorable(self) -> bool:
-        """Marks bad what the last attempts could not restore; returns whether there was any. Called on rank 0.
+        """Marks a checkpoint bad that the last attempts could not restore; returns whether there was one. For rank 0.
 
         Raises:
-            BadCheckpoint: If too many were marked bad.
+            BadCheckpoint: If too many checkpoints were marked bad.
         """
         fit = self._fit
         failed = read_history(fit.run.ledger).not_restored(fit.index, MAX_RESTORES)
@@ -657,11 +658,11 @@ class CheckpointSelector:
     def mark_bad(self, reason: str, step: int) -> str | None:
         """Marks the loaded checkpoint bad if it is on probation, before a rollback: no attempt loads it again.
 
-        It is kept in quarantine. A collective.
+        The checkpoint is kept in quarantine. A collective.
 
         Args:
-            reason: What was found.
-            step: ``trainer.global_step`` when it was found.
+            reason: The problem that was found.
+            step: ``trainer.global_step`` when the problem was found.
 
         Returns:
             Why the run should end instead; ``None`` to continue.
@@ -682,7 +683,7 @@ class CheckpointSelector:
         fit.check_owner()
         name = loaded.generation or f"{loaded.path} ({fit.token[:8]})"
         fit.folder.mark_bad(name, reason)
-        # Later states derive from it. After too many bad local ones, only the newest global one and older count.
+        # Later states derive from this one. After too many bad local ones, only the newest global one and older count.
         left = self._global_ones_left()
         of_local, _ = self._count_bad()
         has_had_its_tries = of_local >= MAX_MARKED_BAD and loaded.generation is not None and left
@@ -692,7 +693,7 @@ class CheckpointSelector:
             self._quarantine(loaded.path, f"{loaded.path} is marked bad: {reason}")
 
     def verdict(self, exception: BaseException) -> str | None:
-        """Why the run must halt after this exception: too many checkpoints were marked bad; else ``None``."""
+        """Why the run must halt after this exception: too many checkpoints were marked bad; otherwise ``None``."""
         if not isinstance(exception, BadCheckpoint):
             return None
         try:
@@ -712,13 +713,13 @@ class CheckpointSelector:
         )
 
     def _count_bad(self) -> tuple[int, int]:
-        """How many local and global checkpoints were marked bad; the names of local ones are no paths."""
+        """How many local and global checkpoints were marked bad; names of local ones are not paths."""
         names = self._fit.folder.bad_checkpoints
         of_global = sum(os.sep in name for name in names)
         return len(names) - of_global, of_global
 
     def has_global(self, until: int) -> bool:
-        """Whether there is a global checkpoint of at most this step; for rank 0."""
+        """Whether a global checkpoint of at most this step exists; for rank 0."""
         return any(step <= until for step in self._global_ones_left())
 
     def _global_ones_left(self) -> list[int]:
@@ -736,7 +737,7 @@ def _stamp(path: Path) -> checkpoint_file.Stamp | None:
 
 
 def _may_be_the_states_fault(error: BaseException) -> bool:
-    """Whether an error may be caused by the restored state, and not by this node, its storage or the script."""
+    """Whether the restored state may have caused an error, rather than this node, its storage or the script."""
     if isinstance(error, (OSError, MemoryError, torch.OutOfMemoryError, AnotherFit, StorageFails)):
         return False
     causes = getattr(error, "failures", None)  # by rank, of a collective load of torch.distributed.checkpoint
@@ -746,7 +747,7 @@ def _may_be_the_states_fault(error: BaseException) -> bool:
 
 
 def _check_strategy(path: Path, is_directory: bool, saved_by: str | None, strategy: Any) -> None:
-    """Every strategy can read a file; a directory of shards only the strategy that has saved it."""
+    """Raises if ``strategy`` cannot read it: every strategy reads a file, only the saving one a directory of shards."""
     now = name_of(strategy)
     if is_directory and (not lightning_strategies.traits_of(strategy).loads_state or saved_by not in (None, now)):
         raise AnotherFit(
@@ -756,15 +757,15 @@ def _check_strategy(path: Path, is_directory: bool, saved_by: str | None, strate
 
 
 def _load(path: Path, is_directory: bool, verified: tuple[int, ...] = ()) -> tuple[dict[str, Any] | None, str | None]:
-    """The content of a file, or why it is corrupt; neither of a directory, which the strategy reads.
+    """The content of a file, or why it is corrupt; neither for a directory, which the strategy reads.
 
     Args:
         path: The checkpoint.
         is_directory: Whether it is a directory.
-        verified: Which file need not be verified here; see :func:`~.checkpoint_file.load`.
+        verified: Identifies a file that need not be verified here; see :func:`~.checkpoint_file.load`.
 
     Raises:
-        OSError: If it cannot be read here, which says nothing about the file.
+        OSError: If it cannot be read here, which does not mean that the file is corrupt.
     """
     if is_directory:
         return None, None
@@ -775,7 +776,7 @@ def _load(path: Path, is_directory: bool, verified: tuple[int, ...] = ()) -> tup
             raise ValueError("it does not hold the state of a fit")
         return loaded, None
     except checkpoint_file.CorruptCheckpoint as error:
-        path.stat()  # as before
+        path.stat()  # as above
         return None, str(error)
     except ValueError as error:
         return None, f"checkpoint {path} cannot be used: {error}"

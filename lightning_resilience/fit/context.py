@@ -1,4 +1,4 @@
-"""One fit of a run, as its participants see it: run directory, ranks, ledger, agreement."""
+"""The context of one fit, as its participants see it: run directory, ranks, ledger, agreement."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class FitContext:
     Args:
         trainer: The Trainer, in the ``setup`` of its fit.
         module: The module that is fitted.
-        run_dir: The run directory; default: that of the launcher, else ``resilience`` in the Trainer's
+        run_dir: The run directory; default: the launcher's, or without a launcher ``resilience`` in the Trainer's
             ``default_root_dir``.
     """
 
@@ -60,7 +60,7 @@ class FitContext:
         self.rank: int = trainer.global_rank
         self.participants = Participants()
         self.has_rolled_back = False
-        """Whether the fit was rolled back: hooks of its start are called again."""
+        """Whether the fit was rolled back: the hooks of its start are called again."""
         self.progress: Progress | None = None
         """Where this rank reports what it is doing, if it is watched."""
         self.time = time_account.OF_PROCESS
@@ -68,13 +68,13 @@ class FitContext:
         self.replicas_agreed = False
         """Whether replicas were compared and were equal; known on rank 0."""
         self.replicas_differ = False
-        """Whether that was found since the last rollback; known on rank 0, and where one has been agreed on."""
+        """Whether replicas were found to differ since the last rollback; known on rank 0, and where it is agreed on."""
         self.final_path: Path | None = None
         """The checkpoint of the final state, if there is one."""
         self.failing = False
         """Whether the fit ends with an exception: other ranks may be gone."""
         self.peer_is_lost = False
-        """Whether it ends because other ranks are gone, or go: nobody is waited for."""
+        """Whether the fit ends because other ranks have ended, or are ending: this rank waits for no other rank."""
         self.rank_0_may_go_ahead = False
         """Whether a rank was lost: rank 0, or its replacement, may claim the run before this rank has left the fit."""
         self.counted_before = 0
@@ -121,7 +121,7 @@ class FitContext:
         device = DeviceId.of(trainer.strategy.root_device)
         places = self.gather((neighbourhood(), (os.uname().nodename, trainer.node_rank), device))
         self.nodes = nodes_of([neighbourhood for neighbourhood, _, _ in places])
-        """The ranks of every node, that of rank 0 first."""
+        """The ranks of every node, rank 0's node first."""
         self.locations = rank_locations([location for _, location, _ in places])
         """Where every rank has its storage."""
         self.devices: list[DeviceId] = [device for _, _, device in places]
@@ -147,7 +147,7 @@ class FitContext:
         """Patches of the Trainer's saves, undone last: other callbacks may save after an exception."""
 
     def _warn_of_unfinished(self, last: int) -> None:
-        """The last fit of this process has failed, and somebody may believe that this one goes on with it."""
+        """Warns if the last fit of this process has failed: a user may expect that this fit continues it."""
         with suppress(OSError):
             outcome = self.run.fit(last).outcome
             if outcome is not None and outcome.status == "failed":
@@ -160,12 +160,12 @@ class FitContext:
                 )
 
     def check_owner(self) -> None:
-        """Called before everything that is published.
+        """Checks that this process may publish; called before anything is published.
 
         Raises:
             StaleAttempt: If another attempt owns the run.
             PeerLost: If the state may be arbitrary, since collectives of a device were aborted; or if another
-                generation of ranks has begun, whose rank 0 has heard of it before this one.
+                generation of ranks has begun, and its rank 0 has learned of that before this rank.
         """
         DEFAULT.check_not_aborted()
         try:
@@ -178,7 +178,7 @@ class FitContext:
                 raise
 
     def check_owner_if_known(self) -> None:
-        """The same before a save of another callback, which goes ahead if the run directory cannot be read."""
+        """:meth:`check_owner` before another callback's save, which goes ahead if the run directory is unreadable."""
         for pause_s in (*_READS_OWNER_AGAIN_AFTER_S, None):
             try:
                 self.check_owner()
@@ -194,7 +194,7 @@ class FitContext:
         """The result of ``make`` on rank 0, on every rank. A collective.
 
         Args:
-            make: Called on rank 0, again while the storage fails.
+            make: Called on rank 0; called again while the storage fails.
 
         Raises:
             StorageFails: On every rank, if the storage keeps failing.
@@ -207,7 +207,7 @@ class FitContext:
         return whoami(self.trainer)
 
     def _check_that_all_nodes_see_it(self) -> None:
-        """Raises before anything is read or created there: a directory that is not mounted would seem empty."""
+        """Raises if a node does not see the run directory, before it is used: unmounted, it would seem empty."""
         problem = None
         with ExitStack() as signs:
             sign = self.from_rank_0(lambda: signs.enter_context(self.run.sign()))
@@ -225,10 +225,10 @@ class FitContext:
             )
 
     def time_spent(self, spent: Mapping[int, time_account.Spent]) -> events.TimeSpent:
-        """What ranks have spent their time on, as an event.
+        """The time that ranks have spent, by category, as an event.
 
         Args:
-            spent: By rank.
+            spent: The time account of each rank.
         """
         event, restart_count = time_account.time_spent(spent, {}), os.environ.get("TORCHELASTIC_RESTART_COUNT")
         event.fit, event.attempt, event.world_size = self.index, self.token, self.trainer.world_size
@@ -248,7 +248,7 @@ class FitContext:
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """Counts the time of a ``with`` block as that of a save."""
+        """Counts the time of a ``with`` block as time of a save."""
         with self.time.during(time_account.CHECKPOINT_SAVE), ExitStack() as section:
             if self.progress is not None:
                 section.enter_context(self.progress.during("checkpointing"))
@@ -269,7 +269,7 @@ class FitContext:
         return values
 
     def diverged(self, divergence: Divergence) -> None:
-        """Handles replicas that differ; called on rank 0, in any thread. Saves of that state do not count."""
+        """Handles replicas that differ; called on rank 0, in any thread. Checkpoints of that step do not count."""
         self.replicas_differ = True
         self.record_divergence(divergence)
         if handlers := self.participants.implement(Participant.on_divergence):
@@ -294,7 +294,7 @@ class FitContext:
             )
 
     def advanced(self) -> None:
-        """Reports progress between boundaries, in something that takes long."""
+        """Reports progress between boundaries, during a long operation."""
         if self.progress is not None:
             self.progress.tick()
 
@@ -308,12 +308,12 @@ class FitContext:
 
     @property
     def saves_paused(self) -> bool:
-        """Whether saves wait, equal on all ranks: the last steps were bad, and older checkpoints must stay."""
+        """Whether saves wait, equal on all ranks: the last steps were bad, and older checkpoints must be kept."""
         return any(pauses_saves() for pauses_saves in self.participants.implement(Participant.pauses_saves))
 
     @property
     def steps_counted(self) -> int:
-        """Grows with every training batch and epoch begun, also in a rollback."""
+        """A count that grows with every training batch and every epoch begun, also after a rollback."""
         return self.counted_before + lightning_progress.steps_counted(self.trainer)
 
 
@@ -339,7 +339,7 @@ def whoami(trainer: Trainer) -> str:
 
 
 def run_dir_of(trainer: Trainer, own: str | os.PathLike[str] | None) -> str | os.PathLike[str]:
-    """The run directory: the launcher's, which reads no other ledger, or the callback's, or the default."""
+    """The run directory: the launcher's, which reads no other ledger; or the callback's, or the default."""
     return os.environ.get(RUN_DIR_VARIABLE) or own or os.path.join(trainer.default_root_dir, "resilience")
 
 

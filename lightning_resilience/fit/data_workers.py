@@ -1,18 +1,18 @@
-"""Workers of training data loaders: guarded, and begun anew where those before them were.
+"""Workers of training data loaders: guarded, and started in mid-epoch in the states of the workers before them.
 
-The place of a loader is that of its sampler, which is moved on in no time, and what its workers hold: the state of
-their random generators, and what a dataset of the user's remembers from one read to the next. So each worker leaves the
-first in shared memory behind each batch, and looks whether there is any of the second. If not, new workers that get
-these states are as good as those that have read everything up to there.
+The position of a loader consists of the position of its sampler, which is advanced in no time, and what its workers
+hold: the states of their random generators, and what a user's dataset remembers from one read to the next. So each
+worker leaves its random state in shared memory after each batch, and checks whether the dataset remembers anything. If
+not, new workers that get these random states are as good as workers that have read everything up to there.
 
-What they see is what Python shows; see :mod:`.reading_traces`. So it is for the user to say that samples depend on
-nothing but their index and random numbers, and the look is there to notice when that is not so.
+The check sees only what Python shows; see :mod:`.reading_traces`. So the user must declare that samples depend on
+nothing but their index and random numbers, and the check notices when that is not so.
 
-What the first read changes is no trace: datasets open their files when they first need them, in each worker. Beside
-what each read draws it must draw no random numbers: new workers would draw them, too.
+What the first read changes is no trace: datasets open their files when they first need them, in each worker. Apart from
+the random numbers that each read draws, the first read must draw none: new workers would draw them again.
 
-*Persistent* workers live longer than an epoch, and their random states with them. Where nobody has asked for that, they
-begin with those that they had at the begin of the epoch, and read again.
+*Persistent* workers live longer than an epoch, and their random states with them. Where the user has not declared that,
+new ones begin with the random states at the start of the epoch, and read again.
 """
 
 from __future__ import annotations
@@ -43,36 +43,36 @@ log = logging.getLogger(__name__)
 _CPU = torch.device("cpu")
 _SEED = struct.Struct("<Q")  # of the worker, as datasets may read it
 _TWISTER = struct.Struct("<625I")  # the words of a Mersenne twister and its position: Python's, NumPy's
-_GAUSS = struct.Struct("<d?d?")  # the second normal numbers of both, and whether there are any
+_GAUSS = struct.Struct("<d?d?")  # the cached second normal number of each, and whether it exists
 _STATE_SIZE = _SEED.size + 2 * _TWISTER.size + _GAUSS.size + torch.default_generator.get_state().numel()
 _UNCHANGED, _CHANGED = 1, 2
-"""What a worker has seen; 0: it has not looked twice."""
+"""What a worker has found out about its dataset; 0: it has not checked twice yet."""
 
 
 class DataWorkers:
     """The workers of training data loaders.
 
     Args:
-        guard: Has workers of loaders neither end before this process nor outlive it.
-        is_asked: Whether they are begun in mid-epoch. Persistent ones are watched in any case.
+        guard: Keeps workers of loaders from ending before this process and from outliving it.
+        is_asked: Whether workers are started in mid-epoch. Persistent ones are watched in any case.
     """
 
     def __init__(self, guard: Callable[[list[Any]], None], is_asked: bool = True) -> None:
         self._guard, self._is_asked = guard, is_asked
-        # Weak: an epoch may create new loaders. Of each what the workers of its latest iterator leave.
+        # Weak: an epoch may create new loaders. By loader, the memory of the workers of its latest iterator.
         self._watched: weakref.WeakKeyDictionary[Any, _Memory | None] = weakref.WeakKeyDictionary()
 
     @property
     def are_watched(self) -> bool:
-        """Whether any are."""
+        """Whether any loader's workers are watched."""
         return len(self._watched) > 0
 
     def watch(self, loaders: list[Any]) -> None:
-        """Guards the workers of these loaders, and has those of their next iterators look.
+        """Guards the workers of these loaders, and watches those of their next iterators.
 
         Args:
-            loaders: What cannot be watched is left out, such as persistent workers that a look at the data has begun.
-                Some may be watched already.
+            loaders: Training data loaders. Those that cannot be watched are left out, such as loaders whose persistent
+                workers already run after a look at the data. Some may be watched already.
         """
         self._guard(loaders)
         for loader in loaders:
@@ -86,13 +86,13 @@ class DataWorkers:
             self._expect(loader)
 
     def forget(self) -> None:
-        """The next iterators begin, with the epoch."""
+        """Called when an epoch begins, with new iterators."""
         for loader in [*self._watched]:
             if not persistent_workers_run([loader]):
                 self._expect(loader)
 
     def can_begin(self, loaders: list[Any], batches: int, states: torch.Tensor | None) -> bool:
-        """Whether :meth:`begin_at` does something."""
+        """Whether :meth:`begin_at` has an effect."""
         return self._place(loaders, batches, states) is not None
 
     def begin_at(
@@ -103,12 +103,12 @@ class DataWorkers:
         primed: Callable[[], None],
         unseed: Callable[[], None] = lambda: None,
     ) -> None:
-        """Has the workers of the next iterator begin behind so many batches, if they can; else they read again.
+        """Has the workers of the next iterator begin after so many batches, if possible; otherwise they read again.
 
         Args:
-            loaders: Those of one rank.
-            batches: How many.
-            states: What :meth:`states` has given at that place.
+            loaders: The loaders of one rank.
+            batches: After how many batches the workers begin.
+            states: What :meth:`states` has given at that position.
             primed: Called when the sampler has given as many batches as it does before the first one is fetched.
             unseed: Called when the iterator has drawn the seed of its workers, before it draws anything else.
         """
@@ -116,13 +116,13 @@ class DataWorkers:
             self._expect(loaders[0], *found, primed, unseed)
 
     def _place(self, loaders: list[Any], batches: int, states: torch.Tensor | None) -> tuple[int, torch.Tensor] | None:
-        """Behind how many batches new workers begin, and in which states; ``None`` if they would not be as good."""
+        """After how many batches new workers begin, and in which states; ``None`` if they would not be equivalent."""
         like = self.no_states(loaders)
         if states is None or not len(like):
             return None
         if states.shape != like.shape:
             if states.any():
-                return None  # there are other workers, which would have drawn other numbers
+                return None  # another number of workers would have drawn other numbers
             states = like
         at = 0 if states[:, -1].any() else batches
         is_there = (at > 0 or loaders[0].persistent_workers) and at <= (sized_len(loaders[0]) or 0)
@@ -136,11 +136,11 @@ class DataWorkers:
         primed: Callable[[], None] = lambda: None,
         unseed: Callable[[], None] = lambda: None,
     ) -> None:
-        """Has the next iterator begin there. Later ones, of a validation or a look at the data, are not watched."""
+        """Has the next iterator begin there. Later ones, for a validation or a look at the data, are not watched."""
 
         def make() -> Any:
             watch = loader.collate_fn
-            if not isinstance(watch, _Watch):  # it was set since
+            if not isinstance(watch, _Watch):  # it was replaced since
                 return lightning_data.BegunLater(loader, 0, primed, unseed)
             about = loader.num_workers, loader.prefetch_factor, loader.persistent_workers
             watch.memory = memory = _Memory(*about, batches, states)
@@ -153,16 +153,16 @@ class DataWorkers:
         lightning_data.make_next_iterator(loader, make)
 
     def states(self, loaders: Collection[Any], batches: int) -> torch.Tensor | None:
-        """What new workers need so that they are as good as those that have read in this epoch.
+        """The states with which new workers are as good as the ones that have read in this epoch.
 
         Args:
-            loaders: Those of one rank.
-            batches: How many have been fetched.
+            loaders: The loaders of one rank.
+            batches: How many batches have been fetched.
 
         Returns:
-            Bytes of shape ``(workers, ...)``, zeros for those that have drawn no random number; the last one tells
-            whether it is that of persistent workers at the begin of the epoch. ``None`` if it is not known, or would
-            not do.
+            Bytes of shape ``(workers, ...)``, zeros for workers that have drawn no random number. The last byte of a
+            worker is 1 if its state is that of a persistent worker at the start of the epoch. ``None`` if the states
+            are unknown or do not suffice.
         """
         (loader,) = loaders if len(loaders) == 1 else (None,)
         memory = self._watched.get(loader) if isinstance(loader, DataLoader) else None
@@ -177,13 +177,13 @@ class DataWorkers:
         return isinstance(loader, DataLoader) and loader in self._watched
 
     def no_states(self, loaders: Collection[Any]) -> torch.Tensor:
-        """The same where none has drawn a number; of no workers if they are not watched."""
+        """:meth:`states` of workers that have drawn no number; of no workers if they are not watched."""
         (loader,) = loaders if len(loaders) == 1 else (None,)
         workers = loader.num_workers if isinstance(loader, DataLoader) and loader in self._watched else 0
         return torch.zeros(workers, _STATE_SIZE + 1, dtype=torch.uint8)
 
     def leave(self) -> None:
-        """Has loaders be as they were; with what guards their workers the rest goes."""
+        """Restores the loaders; removing the guard of the workers removes the rest."""
         for loader in self._watched:
             lightning_data.make_next_iterator(loader, None)
             if isinstance(watch := loader.collate_fn, _Watch):
@@ -192,12 +192,12 @@ class DataWorkers:
 
 
 def same_for_all(states: torch.Tensor | None) -> torch.Tensor | None:
-    """What :meth:`DataWorkers.states` has given if it holds for other ranks, too: no worker has drawn a number."""
+    """The result of :meth:`DataWorkers.states` if it also holds for other ranks: no worker has drawn a number."""
     return None if states is None or states.any() else states
 
 
 def _can_be_watched(loader: Any) -> bool:
-    """Whether it has workers, which all iterate as torch has it, and does not find its place by itself."""
+    """Whether a loader has workers, which all iterate as torch does, and does not restore its own position."""
     return (
         isinstance(loader, DataLoader)
         and isinstance(loader.worker_init_fn, WorkerGuard)
@@ -208,20 +208,20 @@ def _can_be_watched(loader: Any) -> bool:
 
 
 class _Memory:
-    """What the workers of one iterator leave.
+    """Shared memory in which the workers of one iterator leave their random states.
 
-    Worker ``w`` of ``n`` reads the batches ``w``, ``w + n``, ... It is at most ``prefetch_factor`` of them ahead of
-    those that were fetched, and one more may be fetched than trained on.
+    Worker ``w`` of ``n`` reads the batches ``w``, ``w + n``, ... It is at most ``prefetch_factor`` of its batches ahead
+    of the batches that were fetched, and one more may be fetched than trained on.
 
     Args:
-        workers: How many.
+        workers: How many workers the iterator has.
         prefetch_factor: The loader's.
-        persist: Whether they live longer than an epoch. Then what they begin with is not that of new ones.
-        batches: How many batches come before.
+        persist: Whether workers live longer than an epoch. Then they do not begin with the states of new ones.
+        batches: After how many batches of the epoch the workers begin.
         states: See :meth:`DataWorkers.states`.
 
     Attributes:
-        at_epoch: The states of persistent workers at the begin of the epoch; ``None`` in the first one, in which they
+        at_epoch: The states of persistent workers at the start of the epoch. ``None`` in the first epoch, in which they
             follow from the seed of the iterator, or if they are not known.
     """
 
@@ -243,7 +243,7 @@ class _Memory:
 
     @property
     def _record(self) -> np.dtype[Any]:
-        """Of a worker: what it has seen, and behind how many of its batches it had which states."""
+        """Per worker: what it has found out, and the last states, each with how many batches it had read then."""
         return np.dtype([("seen", "u1"), ("done", "<i8", self._kept), ("states", "u1", (self._kept, _STATE_SIZE))])
 
     @property
@@ -251,26 +251,26 @@ class _Memory:
         return self._memory.numpy().view(self._record)
 
     def _done_by(self, batches: int) -> Any:
-        """How many batches each worker has read when so many of this epoch were."""
+        """How many batches each worker has read when so many batches of this epoch were read."""
         of_epoch = (batches - np.arange(self._workers) + self._workers - 1) // self._workers
         return self._asked_before + of_epoch
 
     def begin_epoch(self, asked: int) -> None:
-        """Persistent workers begin an epoch; they have read all that they were asked for in the one before.
+        """Persistent workers begin an epoch, and have read all batches of the epoch before.
 
         Args:
-            asked: How many batches that was.
+            asked: How many batches they were asked for in that epoch.
         """
         if asked:
             self._asked_before = self._done_by(asked)
             self.at_epoch = _of_epoch(self._states(0))
 
     def _at(self, batches: int) -> Any:
-        """Where the states behind so many batches are."""
+        """Where the states after so many batches are."""
         return np.arange(self._workers), self._done_by(batches) % self._kept
 
     def states(self, batches: int) -> torch.Tensor | None:
-        """See :meth:`DataWorkers.states`; ``None`` if there is more to them than random states."""
+        """See :meth:`DataWorkers.states`; ``None`` if workers hold more than random states."""
         return self._states(batches) if (self._records["seen"] == _UNCHANGED).all() else None
 
     def _states(self, batches: int) -> torch.Tensor | None:
@@ -282,13 +282,13 @@ class _Memory:
         return torch.from_numpy(found)
 
     def begun(self, worker: int) -> tuple[int, bytes]:
-        """Behind how many of its batches a worker begins, and in which state; empty if it has that already."""
+        """After how many of its batches a worker begins, and in which state; empty if it already has that state."""
         done = int(self._done_by(self._before)[worker])
         state = self._records["states"][worker, done % self._kept]
         return done, state.tobytes() if state.any() else b""
 
     def put(self, worker: int, done: int, state: bytes, has_looked_twice: bool) -> None:
-        """A worker that has not changed has read one more."""
+        """Stores the state of a worker after one more batch; its dataset has not changed."""
         records, at = self._records, (worker, done % self._kept)
         records["states"][at] = np.frombuffer(state, np.uint8) if state else 0
         records["done"][at] = done
@@ -296,25 +296,25 @@ class _Memory:
             records["seen"][worker] = _UNCHANGED
 
     def give_up(self, worker: int) -> None:
-        """A worker has changed."""
+        """Notes that a worker's dataset has changed."""
         self._records["seen"][worker] = _CHANGED
 
 
 def _of_epoch(states: torch.Tensor | None) -> torch.Tensor | None:
-    """The same, known for those at the begin of an epoch."""
+    """``states``, marked as those at the start of an epoch."""
     return None if states is None else torch.cat([states[:, :-1], torch.ones_like(states[:, -1:])], dim=1)
 
 
 class _Watch:
-    """In the place of a loader's ``collate_fn``, which a worker calls with each batch.
+    """Replaces a loader's ``collate_fn``, which a worker calls with each batch.
 
     Args:
-        collate: The loader's own.
-        init: Its own ``worker_init_fn``.
-        looks: Whether workers look for traces, too.
+        collate: The loader's own ``collate_fn``.
+        init: The loader's own ``worker_init_fn``.
+        looks: Whether workers also look for traces of reads.
 
     Attributes:
-        memory: Of the iterator that is being made, for its workers; ``None``: they need not look.
+        memory: Memory for the workers of the iterator that is being made; ``None``: they leave nothing.
     """
 
     def __init__(self, collate: Callable[[Any], Any], init: Callable[[int], None] | None, looks: bool) -> None:
@@ -327,12 +327,12 @@ class _Watch:
 
     def __getattr__(self, name: str) -> Any:
         """An attribute of the loader's own function."""
-        if name == "collate" or name.startswith("__"):  # of a copy that is being made
+        if name == "collate" or name.startswith("__"):  # a copy is being made
             raise AttributeError(name)
         return getattr(self.collate, name)
 
     def begin(self, worker: int) -> None:
-        """In the place of its ``worker_init_fn``: called in the worker, before it reads."""
+        """Replaces the loader's ``worker_init_fn``: called in the worker, before it reads."""
         if self.init is not None:
             self.init(worker)
         if self.memory is None:
@@ -342,7 +342,7 @@ class _Watch:
         if state:
             set_random_state(_unpacked(state), _CPU)
             lightning_data.set_seed_of_worker(*_SEED.unpack_from(state))
-        if self.memory.persist:  # in a later epoch others would begin with another seed
+        if self.memory.persist:  # in a later epoch new workers would begin with another seed
             self.memory.put(worker, self._done, state or self._begun, False)
 
     def __call__(self, samples: Any) -> Any:
@@ -357,7 +357,7 @@ class _Watch:
         is_first = self._outline is None
         if self._looks and (not state or not self._is_unchanged()):
             memory.give_up(worker)
-            self._looks, self._outline = False, None  # which keeps alive what it was made of
+            self._looks, self._outline = False, None  # the outline keeps alive the objects it describes
             state = state if memory.persist else b""
         if not state:
             self.memory = None
@@ -370,7 +370,7 @@ class _Watch:
         info: Any = get_worker_info()
         try:
             now = outline(info.dataset, self.collate)
-        except Exception:  # of an object that does not like to be looked at
+        except Exception:  # from an object that does not allow inspection
             log.debug("A dataset cannot be looked at", exc_info=True)
             return False
         self._outline = self._outline or now
@@ -378,7 +378,7 @@ class _Watch:
 
 
 def _packed(state: RandomState) -> bytes:
-    """A random state of this worker as it is kept; empty if NumPy's generator was replaced."""
+    """A random state of this worker, as bytes; empty if NumPy's generator was replaced."""
     (_, words, python_gauss), numpy = state["python"], state["numpy"]
     if numpy["bit_generator"] != "MT19937":
         return b""

@@ -1,4 +1,4 @@
-"""The end of a fit: ranks meet after their last batch, the final state is saved, the agreement is closed."""
+"""The end of a fit: the ranks meet after their last batch, save the final state and close the agreement."""
 
 from __future__ import annotations
 
@@ -47,15 +47,15 @@ class EndOfFit(Participant):
         self._left: list[Event] = []
 
     def on_event_known(self, event: Event) -> None:
-        """All ranks have reached the end of their training."""
+        """Notes that all ranks have reached the end of their training."""
         if event.kind == _TRAINED:
             self._all_have_trained.set()
 
     def end_of_epoch(self, would_agree: bool) -> None:
-        """An epoch has ended, perhaps cut short by a limit.
+        """Called when an epoch has ended, perhaps cut short by a limit.
 
         Args:
-            would_agree: Whether all ranks would have held the same here if it went on.
+            would_agree: Whether all ranks would hold the same state here if the fit continued.
         """
         if lightning_limits.is_cut_short(self.fit.trainer):
             self._cut_short = True
@@ -63,10 +63,10 @@ class EndOfFit(Participant):
                 self.keep_before_the_end()
 
     def keep_before_the_end(self) -> None:
-        """Saves a state from which a fit with a higher limit is exact, if there is no older one.
+        """Saves a state from which a fit with a higher limit is exact, unless an older one exists.
 
-        When a limit ends a fit in the middle of an epoch, Lightning ends the epoch early (hooks, a validation), which a
-        longer fit would do later.
+        When a limit ends a fit in the middle of an epoch, Lightning ends the epoch early (hooks, a validation). A
+        longer fit would do that later.
         """
         if not self._saves_final_state or not lightning_progress.accumulation_window_complete(self.fit.trainer):
             return
@@ -88,11 +88,11 @@ class EndOfFit(Participant):
             self.exact.complete_resume()
 
     def before_train_end(self) -> None:
-        """Training has ended: saves the final state before any ``on_train_end``."""
+        """Called when training has ended: saves the final state before any ``on_train_end``."""
         self.fit.stand_at("out_of_section", agreement_protocol.training(self.fit.steps_counted))
         if self.fit.trainer.world_size > 1:
             self._meet_after_training()
-        if self.exact.is_final:  # saved by an earlier attempt, which has not ended
+        if self.exact.is_final:  # an earlier attempt has saved it, and has not ended
             assert self.selector.loaded is not None
             self.fit.final_path = self.selector.loaded.path
             self.exact.complete_final()
@@ -102,8 +102,8 @@ class EndOfFit(Participant):
             self._digest = self._digest_now()
 
     def _meet_after_training(self) -> None:
-        """Waits outside of collectives until all ranks have trained; raises with the name of one that fails."""
-        # Ranks that request the event have passed the first of these boundaries, so all act at the second one.
+        """Waits outside of collectives until all ranks have trained; raises with the name of a rank that fails."""
+        # Ranks that request the event have passed the first of these boundaries, so all ranks act at the second one.
         first, second = (agreement_protocol.training(self.fit.steps_counted + more) for more in (1, 2))
         self._left += self.fit.agreement.boundary(first, Needs.NOTHING)
         if not self._all_have_trained.is_set():
@@ -122,7 +122,7 @@ class EndOfFit(Participant):
     def _settle(self) -> bool:
         """Waits for verdicts about the last steps; returns whether an event that they request is still open.
 
-        It is handled when the agreement is closed, and may end with another state than this one.
+        That event is handled when the agreement is closed, and may end with another state than this one.
         """
         requests = [before_end() for before_end in self.fit.participants.implement(Participant.before_end)]
         self.fit.enter("out_of_section")
@@ -149,13 +149,13 @@ class EndOfFit(Participant):
         return path is not None
 
     def _check_members(self) -> None:
-        """Raises if ranks have come back at the very end: one of them owns the run, and all enter the fit to end it."""
+        """Raises if ranks came back at the very end: one of them owns the run, and all enter the fit to end it."""
         if membership.current() is not None and any(self.fit.gather(membership.is_replaced())):
             raise PeerLost("the ranks of this run have changed")
 
     def complete(self) -> None:
-        """Every ``on_train_end`` has ended: closes the agreement and saves what they have changed."""
-        # This rank advances while it waits: it is another one that may be stuck.
+        """Called after every ``on_train_end``: closes the agreement and saves what these hooks have changed."""
+        # This rank reports progress while it waits: another rank may be stuck.
         left = self._left + list(self.fit.agreement.close(self.fit.advanced))
         is_changed = self._digest is not None and any(self.fit.gather(self._digest_now() != self._digest))
         is_to_be_saved = self.fit.final_path is None or is_changed
@@ -168,7 +168,7 @@ class EndOfFit(Participant):
         apart = self._cut_short
         if self._digest is None:
             apart |= lightning_limits.changes_weights_at_the_end(self.fit.trainer)
-        apart |= is_changed  # a longer fit would continue without that
+        apart |= is_changed  # a longer fit would continue without that change
         is_missing = is_to_be_saved and not self._save_final(True, apart)
         self.fit.enter("out_of_section")
         for after_save in self.fit.participants.implement(Participant.after_save):
@@ -184,7 +184,7 @@ class EndOfFit(Participant):
         self.is_over = True
 
     def _log_troubles(self) -> None:
-        """Logs the troubles of the fit, without a launch: a launch logs them in its last line."""
+        """Logs the troubles of the fit if no launch does: a launch logs them in its last line."""
         if RUN_DIR_VARIABLE in os.environ:
             return
         with suppress(OSError):
@@ -192,7 +192,7 @@ class EndOfFit(Participant):
                 log.warning("The fit has finished with trouble: %s.", trouble)
 
     def has_only_to_end(self) -> bool:
-        """Whether only ``on_train_end`` is left: an attempt was interrupted in it."""
+        """Whether only ``on_train_end`` is left to run: an attempt was interrupted in it."""
         ended = self.selector.ended
         if not self.exact.is_final or ended is None or self.outcome.finished_before():
             return False

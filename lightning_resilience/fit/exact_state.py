@@ -1,4 +1,4 @@
-"""What an exact resume needs beside Lightning's own state: random generators, position in the data, DDP's order."""
+"""What an exact resume needs besides Lightning's own state: random generators, position in the data, DDP's order."""
 
 from __future__ import annotations
 
@@ -58,15 +58,15 @@ LOGS = "logs"
 
 
 class ExactState:
-    """This rank's state beside Lightning's own, saved with every checkpoint and restored in a resume.
+    """This rank's state besides Lightning's own, saved with every checkpoint and restored in a resume.
 
     Args:
         fit: The fit.
-        outcome: How it ends.
-        guard_workers: Has workers of data loaders neither end before this process nor outlive it.
+        outcome: The outcome of the fit.
+        guard_workers: Keeps workers of data loaders from ending before this process and from outliving it.
 
     Raises:
-        ValueError: If the environment says nothing valid about batches of absent ranks.
+        ValueError: If the environment variable for batches of absent ranks is invalid.
     """
 
     def __init__(self, fit: FitContext, outcome: FitOutcome, guard_workers: Callable[[list[Any]], None]) -> None:
@@ -76,22 +76,22 @@ class ExactState:
         """This rank's part of the checkpoint that the fit resumes from, until the resume is complete."""
         self.logs: Logs | None = None
         self.before_evaluation: dict[str, Any] | None = None
-        """What the evaluation in progress changes, as it was before; ``None`` outside of one."""
+        """What the evaluation in progress changes, as it was before the evaluation; ``None`` outside of one."""
         self.arrival_order: list[str] | None = None
         """The order of the gradients when DDP built its buckets; ``None`` without buckets."""
         self.accumulates = fit.trainer.accumulate_grad_batches
         self.loading = lightning_patches.Patches()
         self.workers = DataWorkers(guard_workers, is_asked=read_again() == IF_CHANGED)
-        """Those of training data loaders."""
+        """The workers of training data loaders."""
         self._made: list[dict[str, Any] | None] = [None, None]
-        """How the loaders of training and validation were made: ``random``: from which random state, if they drew."""
+        """How training and validation loaders were made; ``random``: the random state before, if that drew numbers."""
         self._to_make: dict[int, float] = {}
-        """Which of them this process has yet to make, and in which epochs they were made."""
+        """The loaders that this process has yet to make, with the epochs in which they were made."""
         self._recorder: GradientArrivalRecorder | None = None
         self._first_batch_random_state: data_position.RandomState | None = None
         self._epoch_random_state: data_position.RandomState | None = None
         self._workers_kept = False
-        """Whether persistent data workers were there before the epoch, which has drawn no seed of theirs then."""
+        """Whether persistent data workers ran before the epoch: then its start has drawn no seed for them."""
         self._fetches_ahead = False
         self._before_fetch: data_position.RandomState | None = None
         self._epoch_begun: tuple[Any, Any] = (None, None)
@@ -107,11 +107,11 @@ class ExactState:
         self._early_batches: float | None = None
         self._global_batch = global_batch()
         self._was = (0, "")
-        """How many ranks the run has, if not as many are there, and what to say of that."""
+        """How many ranks the run has if that is not the number of processes, and a log line about that."""
 
     @property
     def epoch_begun(self) -> tuple[data_position.RandomState | None, data_position.RandomState | None]:
-        """The random states at the begin of the epoch and at its first batch; the same object until the next epoch."""
+        """The random states at the start of the epoch and at its first batch; the same object until the next epoch."""
         epoch, first_batch = self._epoch_begun
         if epoch is not self._epoch_random_state or first_batch is not self._first_batch_random_state:
             self._epoch_begun = self._epoch_random_state, self._first_batch_random_state
@@ -125,14 +125,14 @@ class ExactState:
         absent: Mapping[int, dict[str, Any]],
         worker_states: torch.Tensor | None,
     ) -> None:
-        """From now on :meth:`own_state` is that of a lost rank, in whose place random states and metrics were put.
+        """From now on :meth:`own_state` is the state of a lost rank; its random states and metrics were already set.
 
         Args:
-            epoch: Its random state at the begin of the epoch.
-            first_batch: The same at the first batch.
+            epoch: The rank's random state at the start of the epoch.
+            first_batch: Its random state at the first batch.
             extra_state: Its extra state, by name.
-            absent: What only the ranks whose places it took would know; see :attr:`absent_states`.
-            worker_states: The same of its data workers.
+            absent: The states of the absent ranks whose places it took; see :attr:`absent_states`.
+            worker_states: The states of its data workers.
         """
         self._epoch_random_state, self._first_batch_random_state = epoch, first_batch
         self._kept_of_lost, self._worker_states_of_lost = extra_state, worker_states
@@ -140,7 +140,7 @@ class ExactState:
 
     @property
     def worker_states(self) -> torch.Tensor | None:
-        """What new workers need to go on from here; see :meth:`.DataWorkers.states`."""
+        """The states from which new workers can continue; see :meth:`.DataWorkers.states`."""
         if self._kept_of_lost is not None:
             return self._worker_states_of_lost
         if not self.workers.are_watched:
@@ -150,11 +150,11 @@ class ExactState:
 
     @property
     def absent_states(self) -> dict[int, dict[str, Any]]:
-        """What only the absent ranks would know whose places this process takes, by their numbers."""
+        """By rank, the states that only the absent ranks whose places this process takes would know."""
         return {} if self._absent is None else self._absent.known
 
     def put_back_absent(self, states: Mapping[int, dict[str, Any]]) -> None:
-        """From now on :attr:`absent_states` are these."""
+        """Replaces the :attr:`absent_states`."""
         if self._absent is not None:
             self._absent.stand_in(states)
 
@@ -165,31 +165,31 @@ class ExactState:
 
     @property
     def batch_share(self) -> Fraction:
-        """How much of the script's batch is a rank's batch: less than 1 if there were fewer ranks at first."""
+        """The batch size of a rank as a share of the script's: less than 1 if the run began with fewer ranks."""
         return Fraction(1) if self._data is None else self._data.share
 
     @property
     def begun_with(self) -> int:
-        """How many ranks with the script's batch have the samples of a step: as many as there were at first."""
+        """How many ranks with the script's batch size have the samples of a step: as many as there were at first."""
         return int(self.places * self.batch_share)
 
     @property
     def share(self) -> float:
-        """What the losses of this process are multiplied by, so that their mean is that over the ranks of the run."""
+        """The factor of this process's losses, so that their mean over processes is the mean over ranks."""
         return 1.0 if self._absent is None else self._absent.share
 
     @property
     def left_out(self) -> int:
-        """How many batches of absent ranks have been left out since the begin of the run, of all processes."""
+        """How many batches of absent ranks all processes have left out since the start of the run."""
         return self._left_out + (0 if self._absent is None else self._absent.left_out)
 
     @property
     def is_in_vain(self) -> bool:
-        """Whether the pass that is made counts for nothing: others train for more absent ranks."""
+        """Whether the current pass counts for nothing: other processes train for more absent ranks."""
         return self._absent is not None and self._absent.is_in_vain
 
     def has_generators(self) -> bool:
-        """Whether loaders have random generators of their own."""
+        """Whether data loaders have random generators of their own."""
         return bool(self._generators())
 
     @property
@@ -198,19 +198,19 @@ class ExactState:
         return self.resumed is not None and bool(self.resumed["final"])
 
     def get_random_state(self) -> data_position.RandomState:
-        """The state of all random generators that the training uses."""
+        """Returns the state of all random generators that the training uses."""
         return data_position.get_random_state(self.fit.trainer.strategy.root_device, self._generators())
 
     def set_random_state(self, state: data_position.RandomState) -> None:
-        """Restores it."""
+        """Restores the state of all random generators that the training uses."""
         data_position.set_random_state(state, self.fit.trainer.strategy.root_device, self._generators())
 
     def get_state_of_batch(self) -> Any:
-        """What the passes of a fetched batch begin with, also those for absent ranks, if it is to be run again."""
+        """The state from which the passes of a fetched batch begin, also those for absent ranks, to run them again."""
         return self.get_random_state(), None if self._absent is None else self._absent.get_state_of_batch()
 
     def set_state_of_batch(self, state: Any) -> None:
-        """Restores it."""
+        """Restores what :meth:`get_state_of_batch` has returned."""
         own, of_absent = state
         self.set_random_state(own)
         if self._absent is not None:
@@ -222,12 +222,12 @@ class ExactState:
         return data_position.loader_generators([*loaders, *lightning_micro_batches.wrapped_samplers(loaders)])
 
     def extra_state(self) -> dict[str, Stateful]:
-        """State of participants and loggers of this rank, by name."""
+        """The state of participants and loggers of this rank, by name."""
         logs: dict[str, Stateful] = {} if self.logs is None else {LOGS: self.logs}
         return {**self.fit.participants.extra_state(), **logs}
 
     def own_state(self, final: bool) -> dict[str, Any]:
-        """What an exact resume of this rank needs beside Lightning's own state.
+        """What an exact resume of this rank needs besides Lightning's own state.
 
         Args:
             final: Whether the fit has ended.
@@ -282,11 +282,12 @@ class ExactState:
         """Takes this rank's part of a checkpoint.
 
         Returns:
-            The rank's own state; ``None`` if other ranks have saved it, and these cannot have the same steps.
+            The rank's own state; ``None`` if another number of ranks has saved the checkpoint, and these cannot repeat
+            its steps.
         """
         state: dict[str, Any] = checkpoint[STATE_KEY]
         trainer, arrival_order = self.fit.trainer, state["arrival_order"]
-        if "shards" in state:  # of a local checkpoint, whose shards each rank has read for itself
+        if "shards" in state:  # a local checkpoint: each rank has read the shards it needs
             lightning_checkpoints.load_own_checkpoint(trainer, self.loading)
             states, saved_by = state["shards"], state["saved_by"]
         else:
@@ -323,21 +324,21 @@ class ExactState:
         return mine
 
     def _of_newcomer(self, first: dict[str, Any]) -> dict[str, Any]:
-        """The state of a rank that the run did not have, which has what all have from the first."""
+        """The state of a rank that the run did not have: what all ranks share, taken from the first rank."""
         nothing = lightning_metrics.counts_for_nothing(self.fit.trainer, self.fit.module, first["metrics"])
         return {**first, "kept": {}, "metrics": nothing, "inherited": True}
 
     def _divide(self, own: dict[str, Any], before: int, epoch: int | None, what: str) -> dict[str, Any] | None:
-        """Divides the training data among the ranks that are there, so that steps have the samples of the run.
+        """Divides the training data among the present ranks, so that steps have the samples of the run.
 
         Args:
             own: This rank's state.
             before: How many ranks the run has.
-            epoch: The one in progress; ``None`` if one begins.
-            what: Says what was saved by whom.
+            epoch: The epoch in progress; ``None`` if one begins.
+            what: A log line: which checkpoint was saved by how many ranks.
 
         Returns:
-            The state that this rank continues from; ``None`` if the data cannot be divided.
+            The state from which this rank continues; ``None`` if the data cannot be divided.
         """
         trainer = self.fit.trainer
         world, share = trainer.world_size, Fraction(own["batch_share"])
@@ -350,7 +351,7 @@ class ExactState:
         division = self._division(before, share, sizes, orders, epoch)
         places = division.among
         if places != before:
-            own = {**own, "worker_states": same_for_all(own["worker_states"])}  # they read other samples
+            own = {**own, "worker_states": same_for_all(own["worker_states"])}  # other samples were read
         reason = None if before == world else absent_ranks.why_not(trainer, places)
         if before == 1 and epoch is not None and orders is None:
             reason = "an earlier version of the package saved it"
@@ -376,7 +377,7 @@ class ExactState:
     ) -> Division:
         world = self.fit.trainer.world_size
         places, now, share_before = before, before * share / world, share
-        # A single rank's order would be another one than that of several.
+        # The order of a single rank is not the order that several ranks would have.
         can_have_own = (world > 1 or before == 1) and all(size and size * before % world == 0 for size in sizes)
         if (now <= 1 and can_have_own) or before < world:
             places, share = world, now
@@ -391,14 +392,14 @@ class ExactState:
         return {"places": self.places, "share": str(self.batch_share), "batch_sizes": sizes}
 
     def expect_division(self, last: dict[str, Any] | None, has_saved: Callable[[], bool]) -> None:
-        """Has data that are asked for before the checkpoint is read be divided as they were at the last start.
+        """Has data that is needed before the checkpoint is read divided as at the last start.
 
         Modules make schedules from ``trainer.estimated_stepping_batches``, in ``setup`` or with strategies that read
         checkpoints only when they are set up.
 
         Args:
-            last: As :meth:`describe_division` described it; ``None``: it is not known.
-            has_saved: Whether this rank sees something to resume from; asked when all callbacks are set up.
+            last: As :meth:`describe_division` described it; ``None`` if it is unknown.
+            has_saved: Whether this rank sees a checkpoint to resume from; called when all callbacks are set up.
         """
         self._expected = None if last is None else (last, has_saved)
 
@@ -414,19 +415,19 @@ class ExactState:
                 TrainingData(self.fit.trainer, self._early, division).decide(made)
 
     def undo_early_division(self) -> None:
-        """From now on data are not divided, unless the checkpoint says so."""
+        """From now on data is not divided, unless the checkpoint requires it."""
         self._expected = None
         self._early.undo()
 
     def end_early_data(self) -> None:
-        """From now on data are divided as the checkpoint says."""
+        """From now on data is divided as the checkpoint requires."""
         trainer = self.fit.trainer
         self._early_batches = trainer.num_training_batches if lightning_data.train_loaders(trainer) else None
         self.undo_early_division()
 
     def _check_early_data(self) -> None:
         before, now = self._early_batches, self.fit.trainer.num_training_batches
-        are_divided = self._was_early or self._data is not None  # else the script has changed them in another way
+        are_divided = self._was_early or self._data is not None  # otherwise the script has changed them in another way
         if before not in (None, now) and are_divided and self.fit.rank == 0:
             log.warning(
                 "The module asked for its training data before the checkpoint was read. An epoch had %s batches "
@@ -436,14 +437,14 @@ class ExactState:
             )
 
     def _begin_division(self, data: TrainingData, resumed: dict[str, Any]) -> None:
-        """The training data are set up, divided among the ranks that are there, or not.
+        """Called when the training data is set up, divided among the present ranks or not.
 
         Raises:
-            RuntimeError: If ranks have loaders that differ.
+            RuntimeError: If the data loaders of the ranks differ.
         """
         before, what = self._was
         world, is_first = self.fit.trainer.world_size, self.fit.trainer.is_global_zero and not self._has_said_how
-        self._has_said_how = True  # also where loaders are made anew
+        self._has_said_how = True  # also if loaders are made anew
         answers = self.fit.gather((data.refused, str(data.share), data.is_by_script))
         if len(set(answers)) > 1:
             different = next(rank for rank, each in enumerate(answers) if each != answers[0])
@@ -485,10 +486,10 @@ class ExactState:
             log.info("Batches of %s, %s of the script's: the run began with fewer ranks.", sizes, self.batch_share)
 
     def make_loaders(self, which: int, make: Callable[[], Any]) -> Any:
-        """Has the script make data loaders; those that were there at the checkpoint from the same random numbers.
+        """Has the script make data loaders; the ones of the checkpoint from the same random numbers as then.
 
         Args:
-            which: 0: of the training; 1: of the validation.
+            which: 0: training; 1: validation.
             make: Calls the script.
         """
         device = self.fit.trainer.strategy.root_device
@@ -524,7 +525,7 @@ class ExactState:
             self._begin_where_it_was(loaders, mine)
 
     def _begin_where_it_was(self, loaders: list[Any], mine: dict[str, Any]) -> None:
-        """Has the loaders of the resumed epoch begin as they did, and data workers where those before them were."""
+        """Has the loaders of the resumed epoch begin as they did, and data workers where those before had been."""
         assert self.resumed is not None
         begun = mine["epoch"] or mine["now"]
         kept = self.resumed["epoch"] > 0 and any(map(data_position.keeps_workers, loaders))
@@ -559,13 +560,13 @@ class ExactState:
             self._workers_kept = kept
 
     def note_epoch(self) -> None:
-        """Called before the iterator of an epoch is made."""
+        """Notes the random state at the start of an epoch; called before its iterator is made."""
         self._epoch_random_state = self.get_random_state()
         self._workers_kept = data_position.persistent_workers_run(lightning_data.train_loaders(self.fit.trainer))
         self.workers.forget()
 
     def start(self, is_first: bool) -> None:
-        """Training begins, also after a rollback."""
+        """Called when training begins, also after a rollback."""
         self._fetches_ahead = lightning_data.fetches_ahead_here(self.fit.trainer)
         if self.resumed is not None:
             self._restore_data_position(self.resumed["mine"])
@@ -633,11 +634,11 @@ class ExactState:
             log.warning("%s: %s. This epoch continues from batch %d of each rank.", why, inexact, batches)
 
     def _change_of_batch_size(self, mine: dict[str, Any] | None) -> Fraction:
-        """How many batches of now equal one of the checkpoint; updates the loop's counts."""
+        """The number of batches now that equal one batch of the checkpoint; also updates the loop's counts."""
         assert self.resumed is not None
         loaders = lightning_data.train_loaders(self.fit.trainer)
         now = data_position.batch_sizes(loaders)
-        before = self.resumed["batch_sizes"] or now  # older versions did not save it
+        before = self.resumed["batch_sizes"] or now  # older versions did not save the sizes
         if before == now:
             return Fraction(1)
         change = data_position.change_of_batch_size(before, now)
@@ -660,7 +661,7 @@ class ExactState:
         return change
 
     def at_boundary(self) -> None:
-        """A training boundary, before anything happens at it."""
+        """Called at a training boundary, before anything else happens there."""
         if lightning_progress.epoch_loop_batches(self.fit.trainer) == 0:
             # A sampler without workers draws its seed at the first batch, and hooks may draw before that.
             self._first_batch_random_state = self.get_random_state()
@@ -675,22 +676,22 @@ class ExactState:
             self._before_fetch = self.get_random_state()
 
     def evaluation_starts(self) -> None:
-        """Saves during the evaluation hold what it changes as it is now, but for weights."""
+        """From now on, saves hold what the evaluation changes as it is now, except for weights."""
         self.before_evaluation = self._now()
         self._weights = self._digest_of_weights()
 
     def evaluation_has_changed_weights(self) -> bool:
-        """Whether the model is another one than when the evaluation began: averages of its weights, say."""
+        """Whether the weights have changed since the evaluation began, for example to averages."""
         return self._weights.hexdigest() != self._digest_of_weights().hexdigest()
 
     def _digest_of_weights(self) -> Digest:
-        """On an accelerator nobody waits for it. Not of buffers: DDP may bring those of rank 0 to the others."""
+        """On an accelerator the host does not wait for it. Without buffers: DDP may bring rank 0's to other ranks."""
         digest = Digest()
         digest.add(map(local, lightning_strategies.trained_parameters(self.fit.trainer)))
         return digest
 
     def evaluation_ends(self) -> None:
-        """Saves hold the current state again."""
+        """From now on, saves hold the current state again."""
         before, self.before_evaluation = self.before_evaluation, None
         if self._absent is not None and before is not None:
             self._absent.follow_evaluation(before["random"], self.get_random_state())
@@ -725,28 +726,28 @@ class ExactState:
         self.complete_resume()
 
     def restore_after_finished(self) -> None:
-        """Gives the rest of the script the random state and metrics of a finished fit, which was not trained."""
+        """Gives the rest of the script the random state and metrics of a finished fit, which was not trained again."""
         if self.resumed is not None and self.resumed["final"] and (mine := self.resumed["mine"]) is not None:
             self.set_random_state(mine["now"])
             self.fit.trainer.should_stop = mine["should_stop"]
             lightning_metrics.set_latest_metrics(self.fit.trainer, mine["metrics"])
 
     def reset(self) -> None:
-        """Forgets the epoch before a rollback."""
+        """Forgets the epoch in progress, before a rollback."""
         self.loading.undo()
         self._leave_absent()
         self._data = self._absent = None
-        # A scheduler of it checks at the start that nothing else has set it.
+        # A GradientAccumulationScheduler checks at the start that nothing else has set it.
         self.fit.trainer.accumulate_grad_batches = self.accumulates
         self._first_batch_random_state = self._epoch_random_state = self._before_fetch = None
         self.before_evaluation = None
 
     def stop(self) -> None:
-        """The fit has ended."""
+        """Called when the fit has ended."""
         if self._recorder is not None:
             self._recorder.stop()
         self._leave_absent()
-        has_fewer = self._global_batch == SHRINK and self.resumed is not None  # perhaps: the fit has gone back
+        has_fewer = self._global_batch == SHRINK and self.resumed is not None  # perhaps: it resumed from an older state
         if (self.left_out or has_fewer) and self.fit.rank == 0:
             step = self.fit.trainer.global_step
             self.fit.ledger.record(BatchesLeftOut(fit=self.fit.index, step=step, left_out=self.left_out))
@@ -757,7 +758,7 @@ class ExactState:
 
 
 def _with_defaults(own: dict[str, Any]) -> dict[str, Any]:
-    """A rank's own state, with defaults for what could not be saved."""
+    """A rank's own state, with defaults for missing entries."""
     metrics = {**lightning_metrics.NOTHING_LOGGED, **own.get("metrics", {})}
     defaults: dict[str, Any] = {
         "loader_states": None,
@@ -772,10 +773,10 @@ def _with_defaults(own: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_all_are_there(reason: str) -> None:
-    """A run that could wait for the others does not go on inexactly without them.
+    """Raises if the run could wait for the absent ranks: it must not continue inexactly without them.
 
     Args:
-        reason: Why it would be inexact.
+        reason: Why continuing would be inexact.
     """
     line = membership.current()
     if line is not None and line.is_without_some:

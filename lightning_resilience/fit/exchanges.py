@@ -1,4 +1,4 @@
-"""Ranks train apart, and exchange what they have trained now and then."""
+"""Exchanges of ``LocalSGD``: ranks train independently, and average what they have trained at intervals."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ from lightning_resilience.fit.session import FitSession
 log = logging.getLogger("lightning_resilience.callbacks.local_sgd")  # users configure the callback's logger
 
 _SOON = "exchange soon"
-_SHARE_OF_TIME = 0.5  # of what is left until the end of a stop; the rest is for its save
+_SHARE_OF_TIME = 0.5  # of the time left until the end of a stop; the rest is for its save
 
 
 class Exchanges(Participant):
-    """Has the ranks of one fit train apart, and brings them together where one speaks for all.
+    """Has the ranks of one fit train independently, and synchronizes them where the state of one counts for all.
 
-    What a checkpoint holds is rank 0's. So the state is saved, evaluated and rolled back to only right behind an
+    A checkpoint holds rank 0's state. So the fit saves, evaluates and rolls back only to states right after an
     exchange, and the outer optimizer begins from there.
 
     Args:
         session: The fit.
-        every: How many optimizer steps are between two exchanges.
-        make_outer: Makes the outer optimizer; ``None``: there is none.
+        every: How many optimizer steps lie between two exchanges.
+        make_outer: Makes the outer optimizer; ``None`` if there is none.
 
     Attributes:
         loaded: The outer optimizer's state in the checkpoint that was loaded.
@@ -50,18 +50,18 @@ class Exchanges(Participant):
         self._make_outer = make_outer
         self._outer: OuterStep | None = None
         self._steps = 0
-        """Since the last exchange."""
+        """How many steps were made since the last exchange."""
         self._begun_at: float | None = None
-        """When the first of their batches was; ``None``: it is still to come."""
+        """When the first batch after the last exchange began; ``None`` if it has not begun."""
         self._step_s: float | None = None
-        """How long steps have taken before the last exchange."""
+        """How long a step took on average before the last exchange."""
         self._behind_step = lightning_progress.BehindStep(session.fit.trainer)
         self._soon = self._asked = False
         self._stop_by: float | None = None
         self.loaded: dict[str, Any] | None = None
 
     def start(self) -> None:
-        """Ranks reduce no gradients from here on."""
+        """From here on, ranks reduce no gradients."""
         fit = self.session.fit
         if any(isinstance(each, torch.optim.LBFGS) for each in fit.trainer.optimizers):
             raise ValueError("LocalSGD: the history that LBFGS keeps cannot be averaged. Use another optimizer.")
@@ -88,7 +88,7 @@ class Exchanges(Participant):
         self._behind_step.close()
 
     def after_rollback(self) -> None:
-        """All ranks are at a state that was saved, so behind an exchange."""
+        """All ranks are at a saved state, which is one right after an exchange."""
         self._begin()
 
     def _begin(self) -> None:
@@ -98,7 +98,7 @@ class Exchanges(Participant):
         self._behind_step.at(self.session.fit.trainer.global_step)
         if self._make_outer is not None:
             trained = self._trained()
-            if self.loaded is not None:  # some may have been added to an optimizer since it was made
+            if self.loaded is not None:  # parameters may have been added to an optimizer since it was made
                 trained = {name: self._named(name) for name in self.loaded["parameters"]}
             self._outer = OuterStep(trained, self._make_outer)
             if self.loaded is not None:
@@ -107,12 +107,12 @@ class Exchanges(Participant):
 
     def _named(self, name: str) -> torch.nn.Parameter:
         now = dict(self.session.fit.module.named_parameters())
-        if (found := now.get(name, now.get(f"{name}_orig"))) is None:  # so torch calls one that it has pruned
+        if (found := now.get(name, now.get(f"{name}_orig"))) is None:  # torch's name for a parameter that it has pruned
             raise ValueError(f"LocalSGD: the outer optimizer was saved with {name}, which is not a parameter now.")
         return found
 
     def _trained(self) -> dict[str, torch.nn.Parameter]:
-        """What optimizers hold, or may be given: it may be frozen at the moment."""
+        """The parameters that optimizers hold, or may be given later: a parameter may be frozen at the moment."""
         optimizers = self.session.fit.trainer.optimizers
         held = {id(each) for optimizer in optimizers for group in optimizer.param_groups for each in group["params"]}
         named = self.session.fit.module.named_parameters()
@@ -125,7 +125,7 @@ class Exchanges(Participant):
     # -- exchanges -----------------------------------------------------------------------------------------------------
 
     def batch_begins(self) -> None:
-        """The first batch behind an exchange begins from what all ranks hold."""
+        """The first batch after an exchange begins from the state that all ranks share."""
         if self._begun_at is None:
             self._begun_at = time.monotonic()
             if self._outer is not None:
@@ -133,7 +133,7 @@ class Exchanges(Participant):
                 self._outer.begin()
 
     def before_batch_end(self) -> None:
-        """Counts a step, and exchanges when it is time."""
+        """Counts a step, and exchanges when an exchange is due."""
         trainer, module = self.session.fit.trainer, self.session.fit.module
         if lightning_progress.accumulation_window_complete(trainer) and (
             module.automatic_optimization or self._behind_step.at(trainer.global_step)
@@ -149,15 +149,15 @@ class Exchanges(Participant):
         return self._steps == 0
 
     def before_evaluation(self) -> None:
-        """All ranks evaluate the same weights."""
+        """Exchanges, so that all ranks evaluate the same weights."""
         self._exchange_or_meet()
 
     def at_end_of_epoch(self) -> None:
-        """The end of an epoch, or of the training, finds the same weights on all ranks."""
+        """Exchanges, so that all ranks have the same weights at the end of an epoch or of the training."""
         self._exchange_or_meet()
 
     def _exchange_or_meet(self) -> None:
-        """One whose epoch is shorter may have nothing to exchange here, while others are in the midst of theirs."""
+        """A rank with a shorter epoch may have nothing to exchange here, while other ranks are within theirs."""
         if self._steps == 0:
             self._meet({})
         self._exchange()
@@ -168,7 +168,7 @@ class Exchanges(Participant):
         meet(place, named, trainer.strategy.root_device, fit.advanced)
 
     def _before_save(self, path: str) -> bool:
-        """Another callback saves: what all ranks have trained. Behind an error they no longer meet."""
+        """Another callback saves: exchanges first. After an error the ranks no longer meet."""
         if not self.session.fit.trainer.interrupted:
             self._exchange()
         return True
@@ -220,13 +220,13 @@ class Exchanges(Participant):
     # -- a stop that cannot wait ---------------------------------------------------------------------------------------
 
     def hurry(self, within_s: float) -> None:
-        """Has all ranks exchange ahead of time where the next exchange would come too late for a stop."""
+        """Has all ranks exchange ahead of time if the next exchange would come too late for a stop."""
         if self.session.fit.rank == 0:
             self._stop_by = time.monotonic() + _SHARE_OF_TIME * within_s
             self._ask_in_time()
 
     def _ask_in_time(self) -> None:
-        """Looked at after each step: those to come may take longer than those before."""
+        """Checked after each step: the next steps may take longer than the ones before."""
         now, begun_at, steps, step_s = time.monotonic(), self._begun_at, self._steps, self._step_s
         if begun_at is not None and steps:
             step_s = (now - begun_at) / steps
@@ -236,7 +236,7 @@ class Exchanges(Participant):
             self.session.fit.agreement.request(_SOON, {}, Needs.TRAINING)
 
     def on_event(self, event: Event) -> None:
-        """All ranks exchange behind the next step."""
+        """Has all ranks exchange after the next step."""
         if event.kind == _SOON:
             self._soon = True
             if self.session.fit.rank == 0:

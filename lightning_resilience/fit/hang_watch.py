@@ -1,4 +1,4 @@
-"""Hang watch: watching the ranks of a fit, their limits, and what a failure asks of the launcher."""
+"""The hang watch of a fit: has its ranks watched, sets their time limits, and asks the launcher to act on failures."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class HangWatchOptions:
 
 
 class HangWatch(Participant):
-    """Has this rank watched for one fit, from its set-up on, and asks the policy when the fit fails.
+    """Has this rank watched for one fit, from its set-up on, and asks the failure policy when the fit fails.
 
     Raises:
         RuntimeError: If this rank's node is not fit to train.
@@ -115,13 +115,13 @@ class HangWatch(Participant):
                 self._count_as_checkpointing(owner, name)
         if trainer.is_global_zero:
             self._set_finished_flag(False)
-        # Its process takes a quarter of a second to start.
+        # A watchdog process takes a quarter of a second to start.
         self._must_start = threading.Event()
         self._starter = threading.Thread(target=self._start_watchdog, name="resilience-watchdog", daemon=True)
         self._starter.start()
 
     def _begin(self) -> RankProbe | None:
-        """Has this rank watched; what hinders that must not end a healthy training."""
+        """Has this rank watched; an obstacle must not end a healthy training."""
         session, trainer = self.session, self.session.fit.trainer
         probe = launched = None
         try:
@@ -140,7 +140,7 @@ class HangWatch(Participant):
         except OSError as error:
             log.error("Rank %d is not watched, so its hangs will not be found (%s).", session.fit.rank, error)
             is_alone = launched is None and trainer.num_devices == 1
-            if is_alone and self._directory is not None:  # there is no other rank to watch here
+            if is_alone and self._directory is not None:  # no other rank of this node needs it
                 shutil.rmtree(self._directory, ignore_errors=True)
                 self._directory = None
         lightning_loops.on_other_trainers(trainer, session.fit.patches, session.fit.advanced, handle_signals_again)
@@ -153,7 +153,7 @@ class HangWatch(Participant):
             self._log_watchers()
 
     def _keep_watchdog(self) -> None:
-        """Starts the watchdog of this node unless it runs; if it does not start, the training goes on without it."""
+        """Starts the watchdog of this node unless it is running; if that fails, the training continues without it."""
         if self._directory is None or self.session.fit.trainer.local_rank != 0:
             return
         if self._watchdog is not None:
@@ -166,7 +166,7 @@ class HangWatch(Participant):
             self._watchdog = watchdog.start(self._directory)
             self._has_failed_to_start = False
         except (OSError, subprocess.SubprocessError) as error:
-            if not self._has_failed_to_start:  # it is tried at every save, and logged once
+            if not self._has_failed_to_start:  # each save tries again; the failure is logged once
                 self._has_failed_to_start = True
                 log.error(
                     "The watchdog of %s does not start (%s): hangs on this node will not be found.",
@@ -176,7 +176,7 @@ class HangWatch(Participant):
 
     def _about(self) -> dict[str, Any]:
         fit, trainer = self.session.fit, self.session.fit.trainer
-        # Of nodes with different numbers of ranks the Trainer knows nothing.
+        # The Trainer does not know nodes with different numbers of ranks.
         nodes = int(os.environ.get("GROUP_WORLD_SIZE", trainer.num_nodes))
         return describe_rank(fit.run.path, fit.index, fit.token, nodes, trainer.world_size, is_started_again())
 
@@ -197,7 +197,7 @@ class HangWatch(Participant):
         self.session.fit.save_patches.set(owner, name, counted)
 
     def start(self) -> None:
-        """Training begins."""
+        """Called when training begins."""
         self._judge_node()
         session = self.session
         self._steps_before = session.fit.steps_counted
@@ -205,43 +205,43 @@ class HangWatch(Participant):
             self._faults.arm(session.fit.trainer.global_step)
 
     def before_training_data(self, loaders: list[Any]) -> None:
-        """Has the data loaders inject what is to happen in their workers."""
+        """Has the data loaders inject faults that are to happen in their workers."""
         if (injector := self._faults) is not None:
             for loader in loaders:
                 if isinstance(loader, DataLoader):
                     self.session.fit.patches.set(loader, "collate_fn", injector.collate(loader.collate_fn))
 
     def at_boundary(self, step: int, may_save: Callable[[], bool]) -> None:
-        """Injects the fault that is due, and pings the ranks."""
+        """Injects the fault that is due, and checks that all ranks respond."""
         if self._faults is not None:
             self._faults.at_step(step)
         is_asked = self._options.health_check_interval_steps and self.session.fit.trainer.world_size > 1
-        # Ranks that train apart come at different times, and meet to exchange.
+        # Ranks that train independently arrive at different times; they meet for exchanges.
         if is_asked and not self.session.fit.participants.train_apart:
             self._ping()
 
     def on_raised(self) -> None:
-        """Shows the watchdog, which may find this rank's peers waiting, that it has failed."""
+        """Shows the watchdog that this rank has failed, since the watchdog may find its peers waiting."""
         if self.probe is not None:
             self.probe.fail()
 
     def on_failure(self, exception: BaseException) -> str | None:
-        """Asks the policy."""
+        """Asks the failure policy."""
         self.on_raised()
         if not self.session.fit.peer_is_lost:
             with suppress(RuntimeError):
-                self._judge_node()  # it may be why
+                self._judge_node()  # the node may be the cause
         return self._ask_policy(exception)
 
     def left(self) -> None:
-        """The rank leaves the fit, and is watched outside of it where it was launched."""
+        """The rank leaves the fit; if a launcher started it, it is still watched outside of the fit."""
         if self.probe is not None:
             self.probe.end_fit()
 
     def leave(self) -> None:
-        """Stops what runs beside the training."""
+        """Stops the threads that run beside the training."""
         self._must_start.set()
-        if not self.session.fit.peer_is_lost:  # else others wait for this process, or for its next start of the fit
+        if not self.session.fit.peer_is_lost:  # otherwise ranks wait for this process, or for its next start of the fit
             self._starter.join(deadlines.WATCHDOG_STARTS_WITHIN_S)
         if self._faults is not None:
             self._faults.disarm()
@@ -255,12 +255,12 @@ class HangWatch(Participant):
         configured = self._options.section_timeouts or SectionTimeouts.parse(in_environment)
         if not self._calculates:
             return configured
-        self._layout["configured"] = str(configured)  # other configured timeouts replace the calculated ones
+        self._layout["configured"] = str(configured)  # calculated timeouts are valid only with the same configured ones
 
         def read() -> tuple[SectionTimeouts | None, set[Section]]:
             found, problem = timeouts.load(self._state, self.session.fit.index, self._layout, configured)
             if problem is not None:
-                is_known = (line := membership.current()) is not None and line.generation > 0  # that ranks come and go
+                is_known = (line := membership.current()) is not None and line.generation > 0  # ranks come and go
                 log.log(logging.DEBUG if is_known else logging.WARNING, "%s Timeouts are calculated anew.", problem)
             return found, self._ended_too_early(configured)
 
@@ -282,11 +282,11 @@ class HangWatch(Participant):
         }
 
     def after_save(self, is_end: bool) -> None:
-        """All ranks meet here, and have time."""
+        """Starts the watchdog again if needed, and calculates timeouts: all ranks meet after a save, and have time."""
         trainer = self.session.fit.trainer
         if is_end and trainer.is_global_zero:
             self._set_finished_flag(True)
-        if not (watchdog.put_off_s() and self._starter.is_alive()):  # else it starts soon
+        if not (watchdog.put_off_s() and self._starter.is_alive()):  # otherwise it starts soon
             self._starter.join(deadlines.WATCHDOG_STARTS_WITHIN_S)
             self._keep_watchdog()
         if self._calculates:
@@ -352,7 +352,7 @@ class HangWatch(Participant):
         return injector
 
     def spoil_loss(self, loss: Any) -> None:
-        """Before a backward pass."""
+        """Called before a backward pass."""
         if self._faults is not None:
             self._faults.spoil_loss(loss)
 
@@ -360,7 +360,7 @@ class HangWatch(Participant):
         step, every = self.session.fit.trainer.global_step, self._options.health_check_interval_steps
         if step % every == 0 and step != self._ping_at:
             self._ping_at = step
-            # A rank may come as late as it may be in any step; and a device has all before the ping to do first.
+            # A rank may arrive as late as in any step, and a device must first finish all work before the ping.
             limit = min(self.timeouts.by_section()["step"], deadlines.LONGEST_PING_S)
             check = health.check_collective(self.session.fit.trainer.strategy.root_device, limit)
             if not check.ok:
@@ -368,14 +368,14 @@ class HangWatch(Participant):
 
     @property
     def _is_restarted(self) -> bool:
-        """Whether this node's elastic launcher has started ranks before: they have trained here."""
+        """Whether this node's elastic launcher has started ranks before, which have trained here."""
         return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
 
     def _begin_node_check(self) -> Callable[[], health.HealthReport]:
-        """Begins to look at storage, clock and device.
+        """Begins to check storage, clock and device.
 
-        Ranks that are started again are set up meanwhile and judged before their first step; where they train on the
-        CPU, that has just shown that it computes.
+        Restarted ranks are set up meanwhile and judged before their first step. If they train on the CPU, it is not
+        exercised: it has just shown that it computes.
         """
         fit = self.session.fit
         # The storage is checked once for each node: the check writes and syncs files.
@@ -384,12 +384,12 @@ class HangWatch(Participant):
         return health.begin_node_check(run_dir, device, exercises_cpu=not self._is_restarted)
 
     def _judge_node(self) -> None:
-        """A node that fails its checks ends here, by name, and not in the middle of a step of all."""
+        """Raises an error that names the node if a check failed, rather than have a step of all ranks fail later."""
         finish, self._node_check = self._node_check, None
         if finish is None:
             return
         session, report = self.session, finish()
-        # A storage that is slow fails nothing here. A device that does not answer would hang in the first step.
+        # Slow storage fails nothing here. A device that does not answer would hang in the first step.
         failed = [
             check for check in report.failed if check.name != "clock" and (check.answered or check.name == "device")
         ]
@@ -402,31 +402,31 @@ class HangWatch(Participant):
             f"rank {session.fit.rank} on {platform.node()} is not fit to train: {health.HealthReport(tuple(failed))}"
         )
         session.fit.ledger.record(Unhealthy(fit=session.fit.index, reason=reason))
-        # Another node has no more space in shared storage; and one that is cold or busy is not broken.
+        # A full shared storage is as full on another node; and a node that is cold or busy is not broken.
         if any(check.answered and check.name != "free space" for check in failed):
             self._request(_nvrx.EXCLUDE_THIS_NODE, reason)
         raise RuntimeError(reason)
 
     def _ask_policy(self, exception: BaseException) -> str | None:
         policy = self._options.exc_handling_policy
-        if reason := getattr(exception, "suspects_this_node", ""):  # by another callback's verdict
+        if reason := getattr(exception, "suspects_this_node", ""):  # set by another callback's verdict
             return self._request(_nvrx.EXCLUDE_THIS_NODE, reason)
         if policy is None:
             return None
         try:
             return self._request(policy(exception), f"{type(exception).__name__}: {exception}")
-        except Exception:  # the failure itself matters more, and is on its way
+        except Exception:  # the failure itself matters more, and is being raised
             log.exception("exc_handling_policy has failed. The error that ends the fit is handled as usual.")
             return None
 
     def _request(self, request: Any, reason: str) -> str | None:
-        """Has the launcher act on what a policy wants. Returns why the whole run is to be halted, if it is."""
+        """Has the launcher act on the policy's request. Returns why the whole run is to be halted, or ``None``."""
         action, description = _nvrx.parse_request(request, reason)
         if action == "continue":
             return None
         session = self.session
         session.fit.ledger.record(WorkloadRequest(fit=session.fit.index, action=action, reason=description))
-        # launch reads it in the ledger; ft_launcher would close the rendezvous of all, or let this node join again.
+        # launch reads the request in the ledger. ft_launcher would end the rendezvous of all nodes, or readmit this.
         is_read = action == _nvrx.EXCLUDE_THIS_NODE and RUN_DIR_VARIABLE in os.environ
         if self._monitor is not None and not is_read:
             self._monitor.send(action, description)

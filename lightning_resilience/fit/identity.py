@@ -1,4 +1,4 @@
-"""Which fit this is: its model, data and settings, compared with those in the run directory."""
+"""The identity of a fit: its model, data and settings, compared with the ones in the run directory."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _VARY = "data_vary"
-"""In a fingerprint: whether epochs have had different data, as far as two of them were seen."""
+"""In a fingerprint: whether epochs had different data, as far as two of them were seen."""
 _OF_DATA = "batch size", "training samples"
-"""Settings that the data loaders tell."""
+"""Settings that the data loaders reveal."""
 
 
 class FitIdentity:
@@ -55,7 +55,7 @@ class FitIdentity:
         """Whether the fit resumes from a checkpoint of its own."""
         self._fingerprint: dict[str, str] = {}
         self._optimizers: Settings | None = None
-        self._data: Any = None  # the first of this fit
+        self._data: Any = None  # the first data of this fit
         self._recorded_vary: bool | None = None
         self._has_compared = False
 
@@ -106,13 +106,13 @@ class FitIdentity:
 
     @property
     def knows_optimizers(self) -> bool:
-        """Whether they are recorded: there are none yet where they need the training data."""
+        """Whether they are recorded; not yet if the optimizers are created only with the training data."""
         return self._optimizers is not None
 
     def check_data(self, loaders: list[Any]) -> None:
         """Raises if a finished fit had other training data: the script may run its fits in another order.
 
-        Where each epoch makes them anew, whether these are others is recorded: only if not, they tell something.
+        If epochs make their loaders anew, the fit records whether their data differs: only equal data can be compared.
         """
         if self._data is not None:
             self._record_whether_they_vary(loaders)
@@ -125,7 +125,7 @@ class FitIdentity:
                 recorded = self.fit.folder.fingerprint = {**recorded, "data": data}
             return data, recorded
 
-        self._data, fingerprint = self.fit.from_rank_0(describe)  # ranks may have data of their own
+        self._data, fingerprint = self.fit.from_rank_0(describe)  # ranks may have different data
         if fingerprint["data"] != self._data and self._are_comparable(fingerprint):
             if self.exact.resumed is not None and self.exact.resumed["final"] and self.outcome.finished_before():
                 raise AnotherFit(
@@ -137,12 +137,12 @@ class FitIdentity:
                 log.warning("The training data have changed since this fit began: the resume is not exact.")
 
     def _are_comparable(self, fingerprint: dict[str, Any]) -> bool:
-        """Whether the loaders of now are those of the epoch that was recorded, or as good."""
+        """Whether the present loaders are those of the recorded epoch, or have the same data."""
         reloads, varies = lightning_data.reloads_every(self.fit.trainer), fingerprint.get(_VARY)
         return varies is not True and (not reloads or self.fit.trainer.current_epoch < reloads or varies is False)
 
     def _record_whether_they_vary(self, loaders: list[Any]) -> None:
-        """In the midst of a fit: on rank 0, and no error of the storage ends it."""
+        """Records within a fit whether data differs between epochs; on rank 0, and a storage error does not end it."""
         varies = self._data != data_position.describe_data(loaders, self._data)
         if self.fit.rank > 0 or self._recorded_vary in (True, varies):
             return
@@ -153,12 +153,12 @@ class FitIdentity:
                 self.fit.folder.fingerprint = {**fingerprint, _VARY: varies}
 
     def recorded_division(self) -> dict[str, Any] | None:
-        """How the training data were divided among ranks at the last start; on rank 0."""
+        """How the training data was divided among ranks at the last start; on rank 0."""
         found = (self.fit.folder.fingerprint or {}).get("division")
         return found if isinstance(found, dict) else None
 
     def record_division(self) -> None:
-        """Records how they are divided now. A collective."""
+        """Records how the training data is divided now. A collective."""
         now = self.exact.describe_division()
 
         def record() -> None:
@@ -169,7 +169,7 @@ class FitIdentity:
         self.fit.from_rank_0(record)
 
     def check_settings(self, loaders: list[Any]) -> None:
-        """Logs changed settings; raises if a finished fit had others. Once: an epoch may have other loaders."""
+        """Logs changed settings; raises if a finished fit had others. Only once: loaders may differ between epochs."""
         if self._has_compared:
             return
         self._has_compared = True
@@ -201,13 +201,13 @@ class FitIdentity:
             log.warning("Changed since the last start of this fit: %s", changed)
 
     def _would_replace_another(self) -> bool:
-        """Whether the final state of this fit would be restored as the result of other settings."""
+        """Whether the final state of this fit would be restored as the result of different settings."""
         resumed = self.exact.resumed
         if not self.outcome.had_finished or resumed is None or not resumed["final"] or not self.is_its_own:
             return False
         if os.environ.get(CONTINUE_VARIABLE) == "1" or is_started_by_machine():
             return False
-        # With a later fit unfinished this is the resume of a run, in which settings may differ by themselves.
+        # If a later fit is unfinished, the run is resuming, and settings may differ by design.
         outcomes = [fit.outcome for fit in self.fit.run.fits]
         return all(outcome is not None and outcome.status == "finished" for outcome in outcomes)
 
@@ -216,7 +216,7 @@ class FitIdentity:
         data = data_position.describe_data(loaders)
         found: Settings = {}
         share, line = self.exact.batch_share, membership.current()
-        if not os.environ.get(RUN_DIR_VARIABLE):  # else the launch compares them; limits are those of the Trainer
+        if not os.environ.get(RUN_DIR_VARIABLE):  # otherwise the launch compares them; limits are those of the Trainer
             given = settings_of_arguments(sys.argv[1:])
             found = {name: value for name, value in given.items() if not is_end(name)}
         found |= flat("module", getattr(self.fit.module, "hparams", None) or {})
@@ -229,7 +229,7 @@ class FitIdentity:
             **flat("accumulate_grad_batches", self.exact.accumulates),
             **flat("gradient_clip_val", trainer.gradient_clip_val),
             **lightning_limits.limits(trainer),
-            WORLD_SIZE: trainer.world_size if line is None else len(line.slots),  # also while some of them are absent
+            WORLD_SIZE: trainer.world_size if line is None else len(line.slots),  # also while some ranks are absent
         }
         return found
 
@@ -240,7 +240,7 @@ def _digest(parameters: Iterable[tuple[str, tuple[int, ...] | None, torch.dtype]
 
 
 def is_started_by_machine() -> bool:
-    """Whether a launcher or a scheduler has started this process again, not a user."""
+    """Whether a launcher or a scheduler, not a user, has started this process again."""
     counts = ("TORCHELASTIC_RESTART_COUNT", "LIGHTNING_RESILIENCE_JOB_ATTEMPT")
     return current_scheduler().restart_count > 0 or any(os.environ.get(name, "0") not in ("", "0") for name in counts)
 
@@ -249,7 +249,7 @@ def _settings_of_optimizers(trainer: Trainer) -> Settings:
     found: Settings = {}
     without = {"params", "param_names"}
     if lightning_callbacks.finds_learning_rates(trainer):
-        without |= {"lr", "initial_lr", "max_lr", "min_lr"}  # the others are what schedulers make of it
+        without |= {"lr", "initial_lr", "max_lr", "min_lr"}  # schedulers derive the other three from it
     for index, optimizer in enumerate(trainer.optimizers):
         name = "optimizer" if len(trainer.optimizers) == 1 else f"optimizer {index}"
         found[name] = type(optimizer).__name__

@@ -1,4 +1,4 @@
-"""How callbacks join the session of their Trainer's fit, and where they stay passive."""
+"""Joining: how callbacks join the session of their Trainer's fit, and where they stay passive."""
 
 from __future__ import annotations
 
@@ -47,24 +47,24 @@ class SessionCallback(lightning_callbacks.ResilienceCallback):
     _participant: Participant | None = None
 
     def _participate(self, session: FitSession) -> Participant | None:
-        """The participant of this callback, made in the ``setup`` of a fit; ``None``: this callback is off."""
+        """Makes the participant of this callback, in the ``setup`` of a fit; ``None`` if this callback is off."""
         raise NotImplementedError
 
     def _options(self, kind: type[_Options], **more: Any) -> _Options:
-        """What this callback was given, for its policy: the attributes that have the names of the fields of ``kind``.
+        """The options of this callback for its policy: the attributes named like the fields of ``kind``.
 
         Args:
             kind: A dataclass.
-            more: Its other fields.
+            more: Values of its remaining fields.
         """
         return kind(**{each.name: getattr(self, each.name) for each in fields(kind) if each.name not in more}, **more)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the fit in progress."""
+        """Leaves out the fit in progress."""
         return {key: value for key, value in vars(self).items() if key != "_participant"}
 
     def _before_setup(self, trainer: Trainer) -> None:
-        """Has Lightning write where an earlier attempt of this fit has written."""
+        """Has Lightning write to the folders of an earlier attempt of this fit."""
         inner = _active is not None and not _active.fit.trainer.interrupted
         if trainer.state.fn != "fit" or inner or _is_passive(trainer) or _obstacle(trainer) is not None:
             return
@@ -93,17 +93,17 @@ class SessionCallback(lightning_callbacks.ResilienceCallback):
                 session.fit.participants.add(self._participant)
 
     def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Batches of the sanity check are boundaries."""
+        """Makes the batches of the sanity check boundaries."""
         if session := session_of(trainer, self):
             session.start_sanity_check()
 
     def on_sanity_check_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """The sanity check has ended."""
+        """Ends the sanity check."""
         if session := session_of(trainer, self):
             session.end_sanity_check()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Completes the resume."""
+        """Completes the resume, and starts this callback's participant."""
         if session := session_of(trainer, self):
             session.start()
             if not session.fit.has_rolled_back and self._participant is not None:
@@ -137,17 +137,17 @@ def _join(callback: SessionCallback, trainer: Trainer, module: LightningModule, 
     """Has ``callback`` join the session of ``trainer``'s fit, in its ``setup``.
 
     Returns:
-        The session; ``None`` where the callback stays passive: outside of ``fit``, in ``fast_dev_run`` and
-        ``barebones``, in the fit of a Tuner's search, in a Trainer inside another Trainer's fit, and where a later
-        callback of the same class acts in this Trainer, or the user's in place of an injected one.
+        The session; ``None`` if the callback stays passive: outside of ``fit``, in ``fast_dev_run`` and ``barebones``,
+        in the fit of a Tuner's search, in a Trainer inside another Trainer's fit, and if another callback of the same
+        class acts in this Trainer.
     """
     global _active
     if stage != "fit" or _is_passive(trainer):
         return None
     kind: type[SessionCallback] = next(cls for cls in type(callback).__mro__ if SessionCallback in cls.__bases__)
     same_kind = [other for other in lightning_callbacks.callbacks(trainer) if isinstance(other, kind)]
-    # One acts: the user's, if there is one, and of several the last: it was added to those of a recipe. There may be
-    # several injected ones, since a list of callbacks that is used for a second Trainer still holds those of the first.
+    # One acts: the user's last one, since it was added to those of a recipe; without any, the first injected one. There
+    # may be several injected ones: a list of callbacks that is reused for a second Trainer still holds the first one's.
     of_user = [other for other in same_kind if not other._injected]
     acts = of_user[-1] if of_user else same_kind[0]
     if callback is not acts:
@@ -182,7 +182,7 @@ def _join(callback: SessionCallback, trainer: Trainer, module: LightningModule, 
 
 
 def leave_without_peers(trainer: Trainer, lost: Collection[int]) -> None:
-    """Leaves the fit of ``trainer``, to go on without these ranks; without effect outside of a fit."""
+    """Leaves the fit of ``trainer``, to continue without the ranks in ``lost``; no effect outside of a fit."""
     session = _active
     if session is None or session.has_left or session.fit.trainer is not trainer:
         return
@@ -193,11 +193,11 @@ def leave_without_peers(trainer: Trainer, lost: Collection[int]) -> None:
         _end(session, session.leave)
     except Exception:
         log.debug("The fit is left all the same", exc_info=True)
-    session.fit.save_patches.undo()  # no hook is told of the exception, behind which they would be
+    session.fit.save_patches.undo()  # no hook that would undo them is called with the exception
 
 
 def install_reentry() -> None:
-    """Has this rank enter its fit again when another one was lost; does nothing without ``launch --elastic``."""
+    """Has this rank enter its fit again when another rank was lost; does nothing without ``launch --elastic``."""
     reentry.install(leave_without_peers)
 
 
@@ -224,7 +224,7 @@ def _own_run_dir(trainer: Trainer) -> str | os.PathLike[str] | None:
 
 
 def _obstacle(trainer: Trainer) -> str | None:
-    """Why a fit of this Trainer cannot be resumed, and what to do; ``None`` if it can."""
+    """Why a fit of this Trainer cannot be resumed, and what to do; ``None`` if it can be resumed."""
     if lightning_loops.spawns_processes(trainer):
         return (
             "A fit in spawned processes (ddp_spawn, ddp_fork, ddp_notebook) cannot be resumed: these processes end "
@@ -245,8 +245,9 @@ def _check_worker_count(trainer: Trainer) -> None:
 def report_progress() -> None:
     """Reports progress of a fit from code of yours that takes long between two batches.
 
-    Such as an export, or an evaluation in a loop of your own: without a report for longer than the ``out_of_section``
-    timeout, the fit counts as hung. Batches of another Trainer are reports too. Does nothing outside of a watched fit.
+    Examples are an export, or an evaluation in a loop of your own: without a report for longer than the
+    ``out_of_section`` timeout, the fit counts as hung. Batches of another Trainer are reports too. Does nothing outside
+    of a watched fit.
     """
     if _active is not None:
         _active.fit.advanced()

@@ -1,20 +1,22 @@
 """``launch --elastic``: the state of the last boundary, saved after a rank was lost (just-in-time checkpoint).
 
-With DistributedDataParallel a rank that dies in a forward or backward pass leaves the parameters and optimizer states
-of the others as they were at the last boundary. So the survivors save them to local storage, before they leave the fit,
-and the replacement and they resume from there: only the interrupted step is done again. The same holds for replicas of
-FSDP2's shards: of those that hold the same shard one saves it who goes on. For ranks that do not, since they have lost
-one of their group, the others save as for lost ones: so nobody goes on before all is saved.
+With DistributedDataParallel, when a rank dies in a forward or backward pass, the other ranks still have the parameters
+and optimizer states of the last boundary. So the survivors save them to local storage before they leave the fit. The
+survivors and the replacement resume from there, and only the interrupted step is done again. The same holds for
+replicas of FSDP2's shards: of the ranks that hold the same shard, one that continues saves it. A rank that has lost
+another rank of its group does not continue; the other ranks save for it as for a lost rank. So no rank continues before
+everything is saved.
 
 What else a step changes is noted at each boundary (:mod:`.lightning_boundary`) and put back before the save. What only
-the lost rank knew, it has left in node memory (:mod:`.own_part`): a survivor puts that in the place of its own and
-saves in the name of the lost rank, too. A process that takes places of absent ranks leaves an own part for each place,
-so that what it had trained for them is not lost with it.
+the lost rank knew, it has left in node memory (:mod:`.own_part`). A survivor restores these values instead of its own
+and also saves under the number of the lost rank. A process that takes places of absent ranks leaves an own part for
+each place, so that its training for them is not lost with it.
 
-Survivors may differ by a step: one has ended its reduction, which failed on another. So each leaves word in node memory
-at which boundary it is, and waits for that of the others. Those at the oldest boundary save: they have its parameters,
-and what else the others had there lies in node memory. The generation has the same name on all of them; if one of them
-does not save, it is incomplete, and all go back to an older one.
+Survivors may differ by a step: one has ended its reduction, which failed on another. So each survivor writes to node
+memory at which boundary it is, and waits until the other survivors have done the same. The ranks at the oldest boundary
+save: they have its parameters, and the values that the other ranks had there lie in node memory. The generation has the
+same name on all of them. If one of them does not save, the generation is incomplete, and all ranks resume from an older
+one.
 """
 
 from __future__ import annotations
@@ -68,30 +70,30 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 RANKS_COME_BACK = "ranks come back"
-"""Why all ranks leave the fit at one boundary."""
+"""Why all ranks leave the fit at the same boundary."""
 
 _VERSION = operator.attrgetter("_version")
 _MOST_COPIED = 100
 _MOST_COPIED_BYTES = 1 << 18
-"""How many tensors are copied at each boundary, at most: more takes longer than a step may be held up."""
+"""How many tensors are copied at each boundary, at most: copying more takes longer than a step may be delayed."""
 _MOST_DIGESTED_BYTES = 64 << 20
-"""How much is looked at once an epoch, at most."""
+"""How many bytes are hashed once an epoch, at most."""
 
 
 class _Unknown(Exception):
-    """Why the state of the last boundary is not known."""
+    """The state of the last boundary is not known; the message has the reason."""
 
 
 class _GoneOn(_Unknown):
-    """This rank is behind the last boundary, and not yet at the next one."""
+    """This rank has left the last boundary, and is not yet at the next one."""
 
 
 class _Standing(NamedTuple):
-    """Where a survivor is after a loss.
+    """At which boundary a survivor is after a loss.
 
     Attributes:
-        position: Of its boundary; ``None`` if it has gone on from the last one.
-        refusal: Why no state may be saved; empty: it may.
+        position: The position of its boundary; ``None`` if it has left the last one.
+        refusal: Why no state may be saved; empty if it may be saved.
     """
 
     position: int | None
@@ -99,16 +101,16 @@ class _Standing(NamedTuple):
 
 
 class _Note(NamedTuple):
-    """What a step may change, as it was at a boundary.
+    """The values at a boundary of everything that a step may change.
 
     Attributes:
-        position: Of the boundary.
-        changed: What is put back; see :func:`.lightning_boundary.changed_by_step`.
-        unchanged: What must be as it was.
+        position: The position of the boundary.
+        changed: The values that are put back; see :func:`.lightning_boundary.changed_by_step`.
+        unchanged: The values that must not have changed.
         versions: How often torch has counted writes to each parameter.
         groups: The settings of the optimizer.
         logs: How far the loggers have logged.
-        absent: What only the absent ranks would know whose places this process takes.
+        absent: By rank, the states that only the absent ranks whose places this process takes would know.
     """
 
     position: int
@@ -121,13 +123,13 @@ class _Note(NamedTuple):
 
 
 class _OwnValues:
-    """Metrics and buffers of this rank: numbers, tensors of one number, and other tensors.
+    """Metrics and buffers of this rank: numbers, tensors with one element, and other tensors.
 
     Args:
         session: The fit.
 
     Raises:
-        _Unknown: If there is something else among them.
+        _Unknown: If a metric or buffer is of another kind.
     """
 
     def __init__(self, session: FitSession) -> None:
@@ -190,15 +192,15 @@ class _OwnValues:
     def read(
         self, begun: int, worker_states: torch.Tensor | None, logs: Sequence[LogPosition]
     ) -> tuple[list[float], list[torch.Tensor]]:
-        """The numbers and tensors of now, as an own part takes them.
+        """The present numbers and tensors, as an own part takes them.
 
         Args:
-            begun: The position at which the epoch has begun.
+            begun: The position at which the epoch began.
             worker_states: See :attr:`.ExactState.worker_states`.
             logs: How far the loggers have logged; empty if that is not known.
 
         Raises:
-            ValueError: If they are not what they were.
+            ValueError: If the shape or type of a tensor, or the number of workers, has changed.
         """
         of_logs = list(itertools.chain(*logs))
         if len(of_logs) != self._of_logs:
@@ -220,19 +222,19 @@ class _OwnValues:
         return self._no_states if worker_states is None else worker_states
 
     def read_absent(self, worker_states: torch.Tensor | None) -> tuple[list[float], list[torch.Tensor]]:
-        """The same of an absent rank, which has no metrics."""
+        """The same for an absent rank, which has no metrics."""
         return [worker_states is not None], [self._filled(worker_states)]
 
     def worker_states_of_absent(self, part: OwnPart) -> torch.Tensor | None:
-        """What the own part of an absent rank holds."""
+        """The states of data workers in the own part of an absent rank."""
         (is_known,), (worker_states,) = part.values(1, [self._no_states])
         return worker_states if is_known else None
 
     def write(self, part: OwnPart) -> tuple[int, torch.Tensor | None, list[LogPosition]]:
-        """Puts what an own part holds in their place; returns ``begun``, ``worker_states`` and ``logs``.
+        """Restores the values of an own part; returns ``begun``, ``worker_states`` and ``logs``.
 
         Raises:
-            _Unknown: If it holds something else.
+            _Unknown: If the part has another layout.
         """
         if part.layout != self.layout:
             raise _Unknown("ranks have different metrics")
@@ -246,7 +248,7 @@ class _OwnValues:
         for ((owner, key), like), number in zip(self._scalars, numbers[count:], strict=True):
             owner[key] = torch.full_like(like, number if like.is_floating_point() else int(number))
         for (owner, key), is_buffer, tensor in zip(self._places, self._is_buffer, tensors, strict=True):
-            if is_buffer:  # others may refer to it
+            if is_buffer:  # other objects may refer to the buffer
                 with torch.no_grad():
                     owner[key].copy_(tensor)
             else:
@@ -263,7 +265,7 @@ class LastBoundary(Participant):
 
     Attributes:
         notes_early: Whether :meth:`before_save` notes the state, once: this rank is at a boundary where no gradients
-            are accumulated, and has not gone on from it.
+            are accumulated, and has not left it.
     """
 
     def __init__(self, session: FitSession) -> None:
@@ -286,7 +288,7 @@ class LastBoundary(Participant):
         self._hook = register_optimizer_step_pre_hook(lambda _, args, kwargs: before_update(self._begin, args, kwargs))
 
     def _begin(self) -> None:
-        """An optimizer begins to change parameters."""
+        """Notes that an optimizer begins to change parameters."""
         self._step_has_begun = True
 
     # -- every boundary ------------------------------------------------------------------------------------------------
@@ -296,7 +298,7 @@ class LastBoundary(Participant):
         self._is_clean = window_complete
 
     def before_save(self) -> None:
-        """Notes the state of this boundary already now: of a rank that is lost in a save it would not be known."""
+        """Notes the state of this boundary early: otherwise it would be unknown for a rank that is lost in a save."""
         if self.notes_early:
             self.notes_early = False
             self._keep_if_possible()
@@ -339,7 +341,7 @@ class LastBoundary(Participant):
         absent = exact.absent_states
         try:
             self._put(position, logs, absent)
-        except (ValueError, RuntimeError, AttributeError, TypeError, KeyError, struct.error):  # others than before
+        except (ValueError, RuntimeError, AttributeError, TypeError, KeyError, struct.error):  # they have changed
             self._arrange(position)
             self._put(position, logs, absent)
         self._step_has_begun = False
@@ -369,7 +371,7 @@ class LastBoundary(Participant):
         self._writer.put(position, self._values.layout, *self._values.read(self._begun_at, worker_states, known))
 
     def _arrange(self, position: int) -> None:
-        """Looks which metrics and buffers there are."""
+        """Finds out which metrics and buffers exist, and opens files that are large enough."""
         self._values = _OwnValues(self._session)
         if self._writer is None or self._values.size > self._room:
             self._open(self._values.size)
@@ -441,7 +443,7 @@ class LastBoundary(Participant):
         return self._path(rank).with_suffix(".rows")
 
     def _begin_epoch(self, position: int) -> None:
-        """Keeps what is the same until the next epoch."""
+        """Keeps what stays the same until the next epoch."""
         session = self._session
         fit = session.fit
         self._modes = lightning_loops.train_eval_modes(fit.trainer, fit.module)
@@ -463,7 +465,7 @@ class LastBoundary(Participant):
         return self._path(rank).with_suffix(f".epoch{number % 2}")
 
     def _digest(self) -> str:
-        """Of what no step changes, and is too much to be copied; and of what ranks do not exchange."""
+        """A digest of what no step changes and is too large to copy, and of what ranks do not exchange."""
         assert self._values is not None
         replicated = {id(each) for each in lightning_strategies.replicated_parameters(self._session.fit.trainer)}
         own = [each.detach() for each in self._parameters if self._group == 1 and id(each) not in replicated]
@@ -472,10 +474,10 @@ class LastBoundary(Participant):
             raise _Unknown(f"{size >> 20} MiB of parameters and buffers are not exchanged by the ranks")
         return digest_of(own)
 
-    # -- when others come back -----------------------------------------------------------------------------------------
+    # -- when lost ranks come back -------------------------------------------------------------------------------------
 
     def save_together(self) -> None:
-        """All ranks leave the fit at this boundary: what could not be saved after a loss can be saved here."""
+        """Saves when all ranks leave the fit at this boundary, if the state could not be saved after a loss."""
         fit = self._session.fit
         is_bad = fit.saves_paused or any(each() for each in fit.participants.implement(Participant.looks_bad))
         found = fit.gather((self._off is not None, is_bad))
@@ -493,7 +495,7 @@ class LastBoundary(Participant):
         """Saves the state of the last boundary, without the ranks that were lost.
 
         Args:
-            lost: These ranks, and those that do not go on without them; none if ranks come back.
+            lost: The lost ranks, and the ranks that do not continue without them; empty if ranks come back.
         """
         fit = self._session.fit
         everyone = {*range(fit.trainer.world_size)}
@@ -506,7 +508,7 @@ class LastBoundary(Participant):
                 return
             standings = self._standings(mine, lost, until)
             savers, lost_by_now = _savers(standings), _lost_by_now(lost)
-            # Of several nodes, on that of the first survivor.
+            # With several nodes, only a rank on the node of the first survivor is first.
             is_first = fit.rank == savers[0] and min(everyone - lost_by_now) in standings
             if fit.rank in savers:
                 when = "after the loss" if lost else "for the ranks that come back"
@@ -532,12 +534,12 @@ class LastBoundary(Participant):
         if not all(saved):
             raise _Unknown("not all ranks have saved the state of the same boundary")
         if is_first:
-            is_all = len({each.node for each in local.locations}) == 1  # what other nodes have saved is not known here
+            is_all = len({each.node for each in local.locations}) == 1  # what other nodes saved is not known here
             then = ": only the next one is done again" if when == "after the loss" else ""
             log.info("Saved step %d %s%s.", fit.trainer.global_step, when, then if is_all else " on this node")
 
     def _leave_word(self) -> _Standing:
-        """Tells the others of this node where this rank is; returns that."""
+        """Writes to node memory where this rank is; returns that."""
         fit = self._session.fit
         mine = self._standing(SURVIVORS_FOUND_WITHIN_S)
         if self._session.selector.local is not None:
@@ -546,13 +548,14 @@ class LastBoundary(Participant):
         return mine
 
     def _standings(self, mine: _Standing, lost: Collection[int], until: float) -> dict[int, _Standing]:
-        """Where each survivor of this node is, when all have left word.
+        """Where each survivor of this node is, as soon as all of them have written it.
 
-        Others save for those that live and do not go on, since they have lost one of their group, too. These may still
-        be on their way to the boundary: it is waited for that they have noted it, or for their word.
+        Ranks that live but do not continue, since they have lost a rank of their group, have the other ranks save for
+        them. They may still be on their way to the boundary: this rank waits until they have noted it, or written where
+        they are.
 
         Raises:
-            _Unknown: If a rank refuses, or leaves no word in time.
+            _Unknown: If a rank refuses, or does not write where it is in time.
         """
         fit, local = self._session.fit, self._session.selector.local
         if mine.refusal or local is None:
@@ -578,9 +581,9 @@ class LastBoundary(Participant):
         return False
 
     def _standing(self, within_s: float) -> _Standing:
-        """Where this rank is."""
+        """Where this rank is after a loss."""
         try:
-            # What ends later removes older generations of this rank, and what others save in its name.
+            # A save that ends later would remove older generations of this rank, and what others save for it.
             settled = [each(within_s) for each in self._session.fit.participants.implement(Participant.settle_saves)]
             if not all(settled):
                 raise _Unknown("a local save in progress is stuck")
@@ -591,7 +594,7 @@ class LastBoundary(Participant):
             return _Standing(None, str(error))
 
     def _standing_of(self, rank: int) -> _Standing | None:
-        """Where another rank says that it is; ``None`` if it has not said it yet."""
+        """Where another rank has written that it is; ``None`` if it has not written it yet."""
         left = read_json(self._standing_path(rank))
         if left is None or left["token"] != self._session.fit.nonce:
             return None
@@ -601,7 +604,7 @@ class LastBoundary(Participant):
         return self._path(rank).with_suffix(".standing")
 
     def _known(self) -> _Note:
-        """The last boundary, if its state is still there."""
+        """The note of the last boundary. Raises if its state no longer exists."""
         session, note, values = self._session, self._note, self._values
         fit, exact = session.fit, session.exact
         if note is None or values is None:
@@ -620,7 +623,7 @@ class LastBoundary(Participant):
             raise _Unknown("layers were switched between training and evaluation within the epoch")
         if self._constants != self._digest():
             raise _Unknown("buffers, or parameters that ranks do not exchange, have changed")
-        if fit.replicas_differ:  # that of the survivors may be the wrong one
+        if fit.replicas_differ:  # the survivors' state may be the wrong one
             raise _Unknown("ranks that should hold the same state do not")
         bad = (looks_bad() for looks_bad in fit.participants.implement(Participant.looks_bad))
         if fit.saves_paused or any(bad):
@@ -628,7 +631,7 @@ class LastBoundary(Participant):
         return note
 
     def _put_back(self, note: _Note, ranks: Collection[int]) -> Iterator[int]:
-        """Puts the state of the boundary back, for each of these ranks in turn."""
+        """Restores the state of the boundary, for each of these ranks in turn."""
         session, values = self._session, self._values
         assert values is not None
         for (owner, key), value in zip(self._changed, note.changed, strict=True):
@@ -650,7 +653,7 @@ class LastBoundary(Participant):
             yield rank
 
     def _now_of(self, absent: int, note: _Note) -> dict[str, Any]:
-        """The random states of an absent rank whose place a lost one took, and of its workers."""
+        """The random states of an absent rank whose place a lost rank took, and of its data workers."""
         assert self._values is not None
         part = self._part_of(absent, note.position)
         part.restore_random_state()
@@ -692,7 +695,7 @@ class LastBoundary(Participant):
             raise _Unknown(f"rank {rank} has left other rows of its logs ({error!r})") from None
 
     def leave(self) -> None:
-        """The fit has ended."""
+        """Called when the fit has ended."""
         self._hook.remove()
         if self._writer is not None:
             self._writer.close()
@@ -703,16 +706,16 @@ class LastBoundary(Participant):
 
 
 def ranks_to_save(locations: Sequence[RankLocation], lost: Collection[int], rank: int, group: int = 1) -> list[int]:
-    """Whose states a rank saves after a loss: its own, and as the first that is left on its node those of the lost.
+    """The ranks whose states ``rank`` saves after a loss: its own; the first one left on a node also saves lost ones.
 
     Args:
-        locations: Of all ranks.
-        lost: These ranks, and those of its node that have gone on.
-        rank: The rank.
-        group: How many ranks hold the state together: of these it is the first that holds the same.
+        locations: The locations of all ranks.
+        lost: The lost ranks, and the ranks of this node that have left the boundary.
+        rank: The rank that saves.
+        group: How many ranks hold the state together: then the first one left that holds the same shard saves.
 
     Raises:
-        _Unknown: If all such ranks of some node were lost: what only they knew is read by nobody.
+        _Unknown: If all such ranks of a node were lost: no rank reads what only they knew.
     """
     alike = [(each.node, each.rank % group) for each in locations]
     left = {alike[each.rank] for each in locations if each.rank not in lost}
@@ -725,24 +728,24 @@ def ranks_to_save(locations: Sequence[RankLocation], lost: Collection[int], rank
 
 
 def _lost_by_now(lost: Collection[int]) -> set[int]:
-    """These ranks, and those that were lost, or do not go on, since then."""
+    """The ranks in ``lost``, and the ranks that were lost, or do not continue, since then."""
     line = membership.current()
     replacement = None if line is None else line.replacement()
     return {*lost, *(() if line is None or replacement is None else line.gone(replacement))}
 
 
 def _dead(lost: Collection[int]) -> set[int]:
-    """Those of these ranks, and of those that were lost since then, that do not live."""
+    """The ranks that are dead, of those in ``lost`` and of those lost since then."""
     line = membership.current()
     replacement = None if line is None else line.replacement()
     return {*lost} if line is None or replacement is None else line.ranks(replacement.lost)
 
 
 def _oldest(standings: Mapping[int, _Standing]) -> int:
-    """The oldest boundary at which one of these ranks is.
+    """The oldest boundary at which one of these survivors is.
 
     Raises:
-        _Unknown: If there is none.
+        _Unknown: If no survivor is at a boundary.
     """
     positions = [each.position for each in standings.values() if each.position is not None]
     if not positions:
@@ -751,20 +754,20 @@ def _oldest(standings: Mapping[int, _Standing]) -> int:
 
 
 def _savers(standings: Mapping[int, _Standing]) -> list[int]:
-    """The ranks that save the state of the last boundary: those at the oldest one. The first also saves for the others.
+    """The survivors that save: those at the oldest boundary. The first of them also saves for the other ranks.
 
     Args:
         standings: Where each survivor is.
 
     Raises:
-        _Unknown: If there are none.
+        _Unknown: If no survivor is at a boundary.
     """
     oldest = _oldest(standings)
     return [rank for rank, each in sorted(standings.items()) if each.position == oldest]
 
 
 def _are_same_settings(before: dict[str, Any], now: dict[str, Any]) -> bool:
-    """Whether a group of an optimizer has the settings that it had."""
+    """Whether a parameter group of an optimizer has kept its settings."""
     if before.keys() != now.keys():
         return False
     return all(

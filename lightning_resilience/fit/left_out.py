@@ -1,7 +1,7 @@
 """Completes a checkpoint with objects of this process that can only be pickled.
 
-A module that saves its loss function in ``on_save_checkpoint`` reads it in ``on_load_checkpoint``, and gets the one
-that this process has created. Nothing is unpickled.
+A module that saves its loss function in ``on_save_checkpoint`` reads it in ``on_load_checkpoint``, and gets the loss
+function that this process has created. Nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 Path = Sequence[str | int]
 """Keys and indices that lead to an entry of a checkpoint, as ``safe_serialization.MISSING`` names them."""
 
-_EXTRA_STATE = "_extra_state"  # torch's name for what ``get_extra_state`` returns
+_EXTRA_STATE = "_extra_state"  # torch's name for the result of ``get_extra_state``
 _LATER = ("optimizer_states", "lr_schedulers")
 
 
@@ -34,8 +34,8 @@ def complete(trainer: Trainer, checkpoint: dict[str, Any], paths: Sequence[Path]
 
     Args:
         trainer: The Trainer.
-        checkpoint: Of Lightning; changed in place.
-        paths: The entries that were left out of it.
+        checkpoint: A Lightning checkpoint; changed in place.
+        paths: The entries that were left out of the checkpoint.
     """
     made = _created_here(trainer, checkpoint)
     _complete(trainer, checkpoint, [path for path in paths if path[0] not in _LATER], made)
@@ -133,7 +133,7 @@ def _complete(trainer: Trainer, checkpoint: dict[str, Any], paths: Sequence[Path
 
 
 def _copy_containers(value: Any) -> Any:
-    """Copies containers: an object may empty its own state before it reads the one that it is given."""
+    """Copies containers: an object may clear its own state before it reads the given one."""
     if type(value) is dict:
         return {key: _copy_containers(item) for key, item in value.items()}
     if type(value) in (list, tuple, set):

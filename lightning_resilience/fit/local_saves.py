@@ -1,4 +1,4 @@
-"""Local saves: when and where the ranks of a fit keep their states on their own nodes, and offer them for a resume."""
+"""Local saves: the ranks of a fit keep their states on their own nodes, and offer them for a resume."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class LocalSaveOptions:
 
     Attributes:
         waits: Whether the training waits until a save is complete on all nodes.
-        optional: Whether states that will not fit turn the policy off, instead of an error.
+        optional: Whether states that will not fit turn the policy off instead of raising an error.
     """
 
     dir: str | os.PathLike[str] | None
@@ -78,7 +78,7 @@ class LocalSaveOptions:
 
     @property
     def is_chosen(self) -> bool:
-        """Whether the interval is chosen."""
+        """Whether the policy chooses the interval."""
         return self.every_n_train_steps is None and self.train_time_interval is None
 
 
@@ -146,7 +146,7 @@ class LocalSavePolicy(Participant):
 
     def _verify(self, path: Path) -> None:
         if self.store.in_memory:
-            shard.read_identity(path)  # its tensors were hashed where they lie
+            shard.read_identity(path)  # its tensors were hashed in memory
         else:
             shard.verify(path)
 
@@ -179,7 +179,7 @@ class LocalSavePolicy(Participant):
     # -- saving --------------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Begins to save; the resume is complete."""
+        """Begins to save, after the resume is complete."""
         session, trainer = self.session, self.session.fit.trainer
         self._tier.at_hand = None
         self._compared, self._shards = lightning_strategies.compared_parameters(trainer)
@@ -209,7 +209,7 @@ class LocalSavePolicy(Participant):
         )
         self._saves.start(step, *self._complete(step))
         if self._options.waits:
-            self._wait_for_save()  # or what is due while the store is made ready would be left out
+            self._wait_for_save()  # otherwise saves due while the store is made ready would be left out
         if trainer.is_global_zero:
             self._say_what_is_done()
 
@@ -222,23 +222,23 @@ class LocalSavePolicy(Participant):
 
     @property
     def _all_have_the_same(self) -> bool:
-        """Whether the ranks of a node share out what each of them has."""
+        """Whether all ranks hold the same state, so that the ranks of a node divide its saving among them."""
         return self._shards == 1 and bool(self._compared)
 
     def _check(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
         if checks := self.session.fit.participants.implement(Participant.check_state):
-            # By the names that they have in the module; what else is in a state may be infinite and right.
+            # By their names in the module; other entries of a state may rightly be infinite.
             of_model = [(name.removeprefix("state_dict."), each) for name, each in named if name.startswith(_OF_MODEL)]
             for check_state in checks:
                 check_state(of_model)
 
     def batch_done(self) -> None:
-        """What is being copied is not changed by the hooks of the batch's end."""
+        """Waits for the copy in progress, so that hooks at the end of the batch cannot change its tensors."""
         if self._saves is not None:
             self._saves.fence()
 
     def at_end_of_epoch(self) -> None:
-        """What is being copied is not changed by what the end of an epoch does."""
+        """Waits for the copy in progress, so that the end of the epoch cannot change its tensors."""
         self.batch_done()
 
     def before_rollback(self) -> None:
@@ -250,14 +250,14 @@ class LocalSavePolicy(Participant):
             log.warning("Rank %d: a local save is stuck; a checkpoint it may publish is older.", self.location.rank)
 
     def after_rollback(self) -> None:
-        """Generations of the course that was left do not count."""
+        """Has saves continue on the new course: generations of the course that was left do not count."""
         if self._saves is not None:
             step = self.session.fit.trainer.global_step
             complete, fallback = self._complete(step)
             self._saves.rollback(step, complete, self._identity(), fallback)
 
     def _complete(self, step: int) -> tuple[list[str], Fallback | None]:
-        """The complete generations, newest first, and what is left of them if that of this step is marked bad."""
+        """Complete generations up to ``step``, newest first; and the fallback if the one of ``step`` is marked bad."""
         found = [each for each in self.session.selector.complete if each.step <= step]
         older = next((each.name for each in found if each.step < step), None)
         fallback = None if older is None else Fallback(older, step + self._options.probation_steps)
@@ -279,7 +279,7 @@ class LocalSavePolicy(Participant):
         if self._saves is None:
             return
         if self._course != self.session.selector.course:
-            self.after_rollback()  # one that had nowhere to go: what follows is on another course, too
+            self.after_rollback()  # a rollback without a checkpoint: another course begins, too
         if (planned := self._saves.at_boundary(step, may_save)) is not None:
             for before_save in self.session.fit.participants.implement(Participant.before_save):
                 before_save()
@@ -294,11 +294,11 @@ class LocalSavePolicy(Participant):
             if self.session.fit.rank == 0:
                 self.session.saver.report_left_out(left_out)
             if self._options.waits:
-                self._saves.fence()  # nothing goes on that would do it
+                self._saves.fence()  # no step follows that would do it
                 self._wait_for_save()
 
     def _state(self) -> tuple[Entries, list[torch.Tensor], list[torch.Tensor]]:
-        """This rank's checkpoint; what of it only optimizers change; what of it others have alike."""
+        """This rank's checkpoint; its tensors that only optimizers change; its tensors that other ranks hold alike."""
         live = lightning_strategies.live_tensors(self.session.fit.trainer)
         alike = lightning_strategies.trained_tensors(self.session.fit.trainer, self._compared)
         return self.session.saver.capture(), live, [*map(local, alike)]
@@ -334,7 +334,7 @@ class LocalSavePolicy(Participant):
     def save_after_loss(self, generation: str, ranks: Iterable[int], records: bool, within_s: float) -> bool:
         """Saves the states of ranks of this node, without the peers; returns whether they are saved.
 
-        On the rank that records it, whether those of all ranks of this node are.
+        The rank that records the save returns whether the states of all ranks of this node are saved.
         """
         if self._saves is None or self._saves.sees_writes:
             return False
@@ -354,7 +354,7 @@ class LocalSavePolicy(Participant):
         return True
 
     def _is_complete(self, step: int, generation: str, until: float) -> bool:
-        """Waits until all ranks of this node have saved, or it is so late."""
+        """Waits until all ranks of this node have saved, but no longer than ``until``; returns whether they have."""
         count = self.location.shares if self._all_have_the_same else 0
         here = [each.rank for each in self.locations if each.node == self.location.node]
         names = [*map(rank_shard, here), *(replicated_shard(index, count) for index in range(count))]
@@ -366,11 +366,11 @@ class LocalSavePolicy(Participant):
         return True
 
     def _completed(self, step: int, generation: str) -> None:
-        """A generation is complete; called from the thread that saves."""
+        """Handles a complete generation; called from the thread that saves."""
         if self._compared:
             self.session.fit.replicas_agreed = True
         self._unrecorded += 1
-        # The second is the first of which the interval is known.
+        # The second save is the first one for which the interval is known.
         is_news = self._interval is not None and self._saves is not None and self._saves.stats.published == 2
         if self.session.fit.rank == 0 and (is_news or time.monotonic() >= self._record_at):
             self._record(step, generation, "local")
@@ -403,10 +403,10 @@ class LocalSavePolicy(Participant):
             return given.total_seconds()
         assert self._interval is not None
         interval_s, chosen_s = self._interval(before_s), self._interval.chosen_s
-        if chosen_s is None or self._saves is None or self._saves.stats.published == 1:  # the first takes longer
+        if chosen_s is None or self._saves is None or self._saves.stats.published == 1:  # the first save takes longer
             return interval_s
         is_news = not self._said_interval_s or not 0.5 < chosen_s / self._said_interval_s < 2
-        if is_news and self.session.fit.rank == 0:  # whose interval it is
+        if is_news and self.session.fit.rank == 0:  # rank 0's interval applies
             self._said_interval_s = chosen_s
             log.info(
                 "Local checkpoints: every %g s after the first ones (a save takes %.2f s in the background and "
@@ -422,7 +422,7 @@ class LocalSavePolicy(Participant):
         events = read_history(fit.run.ledger).events if fit.rank == 0 else []
         observed_s = max(0.0, time.time() - events[0].time) if events else 0.0
         mean_time_s = mean_time_to_failure_s(fit.trainer.world_size, len(interruptions(events)), observed_s)
-        # From a failure on, a process needs as long as this one has until it trains.
+        # After a failure, a new process needs about as long as this one until it trains.
         recovery_s = min(process_age(), 3600.0) if fit.index == 0 else _USUAL_RECOVERY_S
         return ChosenInterval(lambda: self._saves.costs() if self._saves else None, mean_time_s, recovery_s)
 
@@ -434,12 +434,12 @@ class LocalSavePolicy(Participant):
         self._device = next(filter(None, map(accelerator, live)), None)
         mine = sum(tensor.nbytes for tensor in {id(each): local(each) for each in live}.values())
         if not any(optimizer.state for optimizer in trainer.optimizers):
-            # Most keep two numbers for each parameter (Adam's moments), from the first step on.
+            # Most optimizers keep two numbers for each parameter (Adam's moments), from the first step on.
             mine += 2 * sum(local(each).nbytes for each in trainer.lightning_module.parameters() if each.requires_grad)
         sizes = self.session.fit.gather(mine)
         here = {location.rank for location in self.locations if location.node == self.location.node}
         received = max((len(group) - 1 for group in self._cliques if not here.isdisjoint(group)), default=0)
-        room = mine + mine // 64 + (64 << 10)  # for what is between the tensors, or memory would be mapped anew
+        room = mine + mine // 64 + (64 << 10)  # for gaps between the tensors; otherwise memory would be mapped anew
         self._expected = {rank_shard(self.session.fit.rank): room}
         if self._all_have_the_same:
             count, number = self.location.shares, self.location.local_rank
@@ -460,9 +460,9 @@ class LocalSavePolicy(Participant):
         return next((each for each in self.session.fit.gather(problem) if each is not None), None)
 
     def _what_others_hold(self) -> str:
-        """Says what lies beside: states of runs that have never been finished are removed by nobody."""
+        """How much other runs hold on this node, for a message: nothing removes states of runs that never finish."""
         here, nbytes = self.store.directory.parent, 0
-        with contextlib.suppress(OSError):  # they may be at work there, or just have ended
+        with contextlib.suppress(OSError):  # other runs may be writing there, or may just have ended
             others = [folder for folder in here.parent.iterdir() if folder != here]
             nbytes = sum(path.lstat().st_size for folder in others for path in folder.rglob("*.shard"))
         return f"; other runs hold {format_bytes(nbytes)} in {here.parent}" if nbytes else ""
@@ -471,13 +471,13 @@ class LocalSavePolicy(Participant):
         return len({location.node for location in self.locations})
 
     def _find_cliques(self) -> list[list[int]]:
-        """The ranks that keep copies of each other's files; none without replication."""
+        """The ranks that keep copies of each other's files; empty without replication."""
         options, is_first = self._options, self.session.fit.trainer.is_global_zero
         if options.replication is False or self._nodes() == 1:
             return []
         sizes = Counter(each.node for each in self.locations)
         if options.replication_jump is None and len({*sizes.values()}) > 1:
-            # As after a loss that others go on without: the same on all ranks, and no reason to end.
+            # For example, ranks continue after a loss. This is equal on all ranks, and no reason to end.
             if is_first:
                 log.warning("Local checkpoints have no copies on other nodes: nodes have different numbers of ranks.")
             return []
@@ -486,7 +486,7 @@ class LocalSavePolicy(Participant):
             return cliques([each.node for each in self.locations], jump, options.replication_factor)
         except ValueError as error:
             line = membership.current()
-            if options.replication is True and (line is None or not line.is_without_some):  # others went on
+            if options.replication is True and (line is None or not line.is_without_some):  # no rank is absent
                 raise
             if is_first:
                 log.warning("Local checkpoints have no copies on other nodes: %s.", error)
@@ -527,9 +527,9 @@ class LocalSavePolicy(Participant):
     # -- the end -------------------------------------------------------------------------------------------------------
 
     def after_save(self, is_end: bool) -> None:
-        """When training has ended, nothing is saved any more."""
+        """Stops saving when training has ended."""
         if is_end and (saves := self._saves) is not None:
-            # Nobody needs it any more when the final state is safe.
+            # A save in progress is no longer needed when the final state is safe.
             self._stop(_SETTLE_S if self.session.fit.final_path is None else _LAST_WORDS_S)
             if saves.thread_error is not None:
                 log.error(
@@ -542,17 +542,17 @@ class LocalSavePolicy(Participant):
             self._saves = None
 
     def clear(self) -> None:
-        """The fit has finished and its final state is safe: nothing local is needed any more."""
+        """Removes the local checkpoints of a finished fit when its final state is safe."""
         session = self.session
         if session.fit.final_path is None:
             return
-        session.fit.trainer.strategy.barrier("resilience local checkpoints")  # nobody writes any more
+        session.fit.trainer.strategy.barrier("resilience local checkpoints")  # no rank writes any more
         if self.location.local_rank == 0:
             self.store.clear()
             local_folders.remove_empty(self.store.directory.parent)
 
     def leave(self) -> None:
-        """Called however the fit ends: what is being written is published if it takes no more than a few seconds."""
+        """Called however the fit ends: a save in progress is published if it takes no more than a few seconds."""
         self._stop(_LAST_WORDS_S)
         self.store.close()
         if self._replicas is not None:
@@ -560,7 +560,7 @@ class LocalSavePolicy(Participant):
 
 
 def _kind(trainer: Trainer) -> tuple[str, int]:
-    """How ranks share out the state: what one kind has saved no other can read; and how many of them do."""
+    """How ranks divide the state, and into groups of how many ranks. No kind can read what another kind has saved."""
     strategy = trainer.strategy
     if not lightning_strategies.traits_of(strategy).all_ranks_write:
         return WHOLE, 1
@@ -575,7 +575,7 @@ def _unrecorded_s(age_s: float) -> float:
     """For how long no save is recorded after one: the ledger is on shared storage, and each start reads all of it.
 
     Args:
-        age_s: How long ago the fit has begun.
+        age_s: How many seconds ago the fit began.
     """
     least_s, most_s = _RECORD_EVERY_S
     return min(max(least_s, _RECORD_SHARE * age_s), most_s)

@@ -1,8 +1,8 @@
-"""How far the loggers of a fit have logged, so that steps that run again are in its logs once.
+"""How far the loggers of a fit have logged, so that steps that run again appear in its logs once.
 
-A kill loses rows that a logger has not written, and steps after the last checkpoint are logged a second time. A restore
-solves both: logs continue exactly after the restored state. Lightning has its loggers write whatever it logs at once;
-not written are rows that the script or a callback has given to a logger itself.
+A kill loses rows that a logger has not written, and steps after the newest checkpoint are logged a second time. A
+restore solves both: logs continue exactly after the restored state. Lightning has its loggers write at once whatever it
+logs. Only rows that the script or a callback passes directly to a logger can be unwritten.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _MOST_UNWRITTEN = 1000
-"""Rows in a checkpoint; a logger with more writes them before the save."""
+"""How many rows a checkpoint holds, at most; a logger with more unwritten rows writes them before the save."""
 _MOST_UNWRITTEN_BYTES = 1 << 20
-"""How much TensorBoard may have logged without writing it, for it to be known."""
+"""How many bytes TensorBoard may have logged without writing them; with more, the rows are not known."""
 
 _used: weakref.WeakSet[Any] = weakref.WeakSet()
 
@@ -39,8 +39,8 @@ class LogPosition(NamedTuple):
     """How far a logger has logged, in numbers that a ``float`` can hold.
 
     Attributes:
-        written: How many rows are in its file, of those that are counted.
-        logged: How many there are with those that are not; NaN if these are not known.
+        written: How many of the counted rows are in its file.
+        logged: How many rows were logged, with unwritten ones; NaN if these are not known.
         highest: The highest step; ``-inf`` if it is not known.
     """
 
@@ -49,10 +49,10 @@ class LogPosition(NamedTuple):
     highest: float = -math.inf
 
     def state(self, rows: Sequence[Any]) -> dict[str, Any]:
-        """The state of the log there.
+        """The state of the log at this position.
 
         Args:
-            rows: Those that are not written.
+            rows: The unwritten rows.
         """
         highest = None if self.highest == -math.inf else int(self.highest)
         return {"rows": int(self.written), "highest": highest, "unwritten": list(rows)}
@@ -62,8 +62,8 @@ class Logs:
     """The logs of all loggers of a fit that write files. For rank 0, the only one that writes.
 
     Args:
-        trainer: The Trainer of the fit, when its loggers have their folders.
-        patches: Undone after the fit.
+        trainer: The Trainer of the fit, after its loggers have chosen their folders.
+        patches: Patches that are undone after the fit.
     """
 
     def __init__(self, trainer: Trainer, patches: lightning_patches.Patches) -> None:
@@ -87,7 +87,7 @@ class Logs:
         return {folder: each.state_dict() for folder, each in self._logs.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues the logs there."""
+        """Continues the logs from a saved state."""
         for name, each in self._logs.items():
             if name in state:
                 try:
@@ -96,7 +96,7 @@ class Logs:
                     _warn_not_restored(name, error)
 
     def follow_rows(self) -> list[str]:
-        """From now on :meth:`new_rows` has what is not written. Returns the names of all logs."""
+        """From now on :meth:`new_rows` returns unwritten rows. Returns the names of all logs."""
         for each in self._logs.values():
             if isinstance(each, _Events):
                 each.follow_rows()
@@ -107,11 +107,11 @@ class Logs:
         return [each.position() for each in self._logs.values()]
 
     def new_rows(self) -> list[tuple[int, int, Any]]:
-        """Rows that are not written, and were not returned before: log, number, and row; can be made JSON."""
+        """Unwritten rows that were not returned before: log, number, and row; JSON-serializable."""
         return [(log, *row) for log, each in enumerate(self._logs.values()) for row in each.new_rows()]
 
     def go_back(self, positions: Sequence[LogPosition]) -> None:
-        """Forgets what was logged since :meth:`position`: :meth:`state_dict` is that of then."""
+        """Forgets what was logged since :meth:`position`, so that :meth:`state_dict` returns the state at that time."""
         for each, position in zip(self._logs.values(), positions, strict=True):
             each.go_back(position)
 
@@ -121,7 +121,7 @@ def _warn_not_restored(folder: str, error: Exception) -> None:
 
 
 class _Csv:
-    """Rows in the file, and rows that are not written yet: up to 99 steps, which a kill would lose."""
+    """A CSV log: rows in the file, and rows that are not written yet (up to 99 steps), which a kill would lose."""
 
     def __init__(self, writer: Any, patches: lightning_patches.Patches) -> None:
         self._writer = writer
@@ -172,7 +172,7 @@ class _Csv:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         columns, rows = self._read()
-        # With fewer rows than saved, the file was changed otherwise; it stays as it is.
+        # With fewer rows than saved, something else has changed the file; it stays as it is.
         kept, replaced = rows[: state["rows"]], rows[state["rows"] :]
         if replaced:
             beside = str(self._writer.metrics_file_path).removesuffix(".csv") + "-replaced.csv"
@@ -197,7 +197,7 @@ def _plain_row(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """A logged value for a checkpoint: numbers of NumPy as those of Python."""
+    """A logged value for a checkpoint: numbers of NumPy as numbers of Python."""
     if value is None or type(value) in (bool, int, float, str):
         return value
     try:
@@ -207,10 +207,10 @@ def _plain(value: Any) -> Any:
 
 
 class _Events:
-    """The highest step at which anything was logged, on whatever axis: TensorBoard's ``purge_step`` knows no tags.
+    """A TensorBoard log: the highest step at which anything was logged, whatever its tag.
 
-    It hides everything in the folder from a step on. So it may only hide what is after everything that was logged
-    before, and nothing in a folder with logs of something else.
+    TensorBoard's ``purge_step`` knows no tags: it hides everything in the folder from a step on. So it may only hide
+    what comes after everything that was logged before, and nothing in a folder with other logs.
     """
 
     def __init__(self, writer: Any, patches: lightning_patches.Patches, folder: str, is_used: bool) -> None:
@@ -262,7 +262,7 @@ class _Events:
         return LogPosition(self._written, logged, -math.inf if self._highest is None else self._highest)
 
     def _is_only_writer(self) -> bool:
-        """Whether this writes to one file, and as is known: ``add_scalars`` makes more."""
+        """Whether this writer has only the one known file: ``add_scalars`` creates more."""
         return lightning_loggers.event_files(self._writer) == [self._file]
 
     def new_rows(self) -> Iterator[tuple[int, Any]]:
@@ -276,7 +276,7 @@ class _Events:
 
     def state_dict(self) -> dict[str, Any]:
         with suppress(Exception):  # a log must not fail the save
-            self._writer.flush()  # a kill would lose it
+            self._writer.flush()  # a kill would lose the buffer
         return {"highest": self._highest}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -291,7 +291,7 @@ class _Events:
         self._write_lost([base64.b64decode(row) for row in state.get("unwritten", ())])
 
     def _write_lost(self, rows: list[bytes]) -> None:
-        """Writes those of these rows that no file of the folder has: some may have been written before the kill."""
+        """Writes the rows that are in no file of the folder: some may have been written before the kill."""
         if rows:
             self._writer.flush()
             wanted = set(rows)
@@ -303,10 +303,10 @@ class _Events:
 
 
 def _rows_in(path: str) -> Iterator[bytes]:
-    """What a file of TensorBoard's has, up to where a kill has cut it off."""
+    """The rows of a TensorBoard file, up to where a kill has cut it off."""
     size = os.path.getsize(path)
     with open(path, "rb") as file:
-        while len(head := file.read(12)) == 12:  # the length, and a checksum of it
+        while len(head := file.read(12)) == 12:  # the length, and its checksum
             length = int.from_bytes(head[:8], "little")
             if file.tell() + length + 4 > size:
                 return

@@ -1,4 +1,4 @@
-"""What follows a bad step: skip, rerun, rollback, or the end of the run."""
+"""The policy for bad steps: skip, rerun, rollback, or the end of the run."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class NumericsOptions:
     """Options of ``NaNGuard``, validated there.
 
     Attributes:
-        optional: Whether an optimizer that cannot be guarded turns the policy off, instead of an error.
+        optional: Whether an optimizer that cannot be guarded turns the policy off instead of raising an error.
     """
 
     action: Action
@@ -66,7 +66,7 @@ class StepCounts:
     Attributes:
         skipped_steps: Bad steps.
         steps_run_again: Steps whose batch was run twice.
-        differing_steps: Those of them whose second run had another result than the first.
+        differing_steps: Steps run twice whose second run had another result than the first.
     """
 
     skipped_steps: int = 0
@@ -75,12 +75,12 @@ class StepCounts:
 
 
 class TrainingDiverged(RuntimeError):
-    """The training cannot go on: its numbers are not finite, or spike, and all allowed measures were taken.
+    """The training cannot continue: its numbers are not finite, or spike, although all allowed measures were taken.
 
     Attributes:
-        exit_code: What ``launch`` ends with; 17 after a rerun (Megatron's: a result that has been validated).
-        is_final: Whether another attempt would end the same way. Not where there was no checkpoint to go back to: from
-            its beginning, the run skips the bad batches.
+        exit_code: The exit code of ``launch``; 17 after a rerun (Megatron's code for a validated result).
+        is_final: Whether another attempt would end the same way. False if there was no checkpoint to roll back to:
+            started again from its beginning, the run skips the bad batches.
     """
 
     def __init__(self, reason: str, exit_code: int = FAILED, is_final: bool = True) -> None:
@@ -90,15 +90,16 @@ class TrainingDiverged(RuntimeError):
 
 
 class RerunElsewhere(SystemExit):
-    """A bad step came again on the same devices: the run ends here, to be resumed on others.
+    """A step was bad again on the same devices: the run ends here, to be resumed on other devices.
 
-    With Megatron's exit code 16. ``launch`` restarts the workers, and ends with this code when it gives up; others
-    restart what ends with it.
+    The exit code is Megatron's 16. ``launch`` restarts the workers, and ends with this code when it gives up. Other
+    launchers restart jobs that end with this code.
 
     Attributes:
         reason: What was bad.
-        suspects_this_node: Why a launcher that can should go on without the node of this rank, one of several, where it
-            began (:class:`~lightning_resilience.FaultTolerance` asks it to); empty: it need not.
+        suspects_this_node: Why the launcher should continue without the node of this rank, if it can: the bad step
+            began there, and there are several nodes (:class:`~lightning_resilience.FaultTolerance` asks for it). Empty
+            if it need not.
     """
 
     suspects_this_node = ""
@@ -112,7 +113,7 @@ class RerunElsewhere(SystemExit):
 
 
 class NumericsPolicy(Participant):
-    """What follows a bad step of one fit: skip, rerun, rollback, or the end."""
+    """The policy for bad steps of one fit: skip, rerun, rollback, or the end of the run."""
 
     def __init__(
         self, session: FitSession, options: NumericsOptions, counts: StepCounts, spikes: SpikeReference | None
@@ -124,24 +125,24 @@ class NumericsPolicy(Participant):
         trainer = session.fit.trainer
         self._file = session.fit.folder.path / "nan_guard.json"
         self._history = RollbackHistory(trainer.world_size)
-        """Rank 0's, read once: what cannot be written holds at least until the process ends."""
+        """Rank 0's history, read once: an entry that cannot be written is kept at least until the process ends."""
         self._skips = options.action != "warn"
         self._guard: StepGuard | None = None
         self._window = Window(0, 0, 0, 0)
         self._samples = lightning_data.SampleIds(trainer)
         self._logged: lightning_metrics.LoggedValues | None = None
         self._late = options.rerun == "disabled" and not _reads_cost_nothing(trainer.strategy.root_device)
-        """Whether results come some steps later, since the host must not wait for them."""
+        """Whether results arrive some steps later, since the host must not wait for them."""
         self._consecutive = 0
         self._bad: list[Window] = []
         self._last: StepResult | None = None
         """The last bad step, as this rank knows it."""
         self._lost: Window | None = None
-        """The first window whose step was bad and has happened, on this rank."""
+        """The first window on this rank whose step was bad and was applied."""
         self._unanswered = set[Window]()
-        """From whose bad steps something follows, as this rank knows: earlier good states must not be lost."""
+        """Windows with bad steps that await an action, as this rank knows: earlier good states must not be lost."""
         self._answered = set[Window]()
-        """Those of which all ranks have decided what follows; several ranks may ask for the same one."""
+        """Windows for which all ranks have decided on the action; several ranks may request it for the same one."""
         self._requested_pause = False
         self._saves_paused = False
         self._rolled_back_at = 0
@@ -149,14 +150,14 @@ class NumericsPolicy(Participant):
         self._rollbacks = 0
         self._skipped: dict[int, list[tuple[int, int]]] = {}
         self._initially_nonfinite: set[str] = set()
-        """What was not finite from the beginning on purpose: masks of attention, say."""
+        """Names of tensors that were not finite from the beginning, on purpose: attention masks, for example."""
         self._devices = [str(each) for each in session.fit.devices]
-        """Of all ranks."""
+        """The devices of all ranks."""
         self._pending_rerun: PendingRerun | None = None
-        """The batch whose step was bad twice on the same devices, to be tried on others."""
+        """The batch whose step was bad twice on the same devices, to be tried on other devices."""
 
     def extra_state(self) -> Mapping[str, Stateful]:
-        """The losses seen, of every rank its own."""
+        """The losses that this rank has seen."""
         return {} if self._spikes is None else {"losses": self._spikes}
 
     def on_event(self, event: Event) -> None:
@@ -175,7 +176,7 @@ class NumericsPolicy(Participant):
         return True
 
     def start(self) -> None:
-        """The training begins."""
+        """Installs the guard when training begins."""
         session, trainer, options = self.session, self.session.fit.trainer, self._options
         if self._skips and any(isinstance(each, torch.optim.LBFGS) for each in trainer.optimizers):
             problem = (
@@ -190,7 +191,7 @@ class NumericsPolicy(Participant):
             return
         several = trainer.world_size > 1
         sharded = several and lightning_strategies.traits_of(trainer.strategy).all_ranks_write
-        alone = session.fit.participants.train_apart  # each makes its own steps
+        alone = session.fit.participants.train_apart  # each rank makes its own steps
         exact, patches = session.exact, session.fit.patches
         reruns = Reruns(exact.get_state_of_batch, exact.set_state_of_batch, options.rerun == "report_determinism_stats")
         self._guard = StepGuard(
@@ -208,7 +209,7 @@ class NumericsPolicy(Participant):
             has_scaler=lightning_steps.has_grad_scaler(trainer),
             reruns=None if options.rerun == "disabled" else reruns,
         )
-        # The norm of 16-bit floats is soon too large for its type, and says nothing then.
+        # The norm of 16-bit floats soon overflows its type, and then shows nothing.
         has_halves = any(each.dtype is torch.float16 for each in trainer.lightning_module.parameters())
         if sharded or (options.check_grads and not has_halves and lightning_steps.norm_is_last(trainer)):
             lightning_steps.on_clipping_by_norm(trainer, patches, self._guard.before_norm, self._guard.take_norm)
@@ -221,7 +222,7 @@ class NumericsPolicy(Participant):
             self._log_exceptions_to_skipping(sharded)
 
     def _log_exceptions_to_skipping(self, sharded: bool) -> None:
-        """Where a bad step is not simply skipped."""
+        """Logs in which cases a bad step is not simply skipped."""
         trainer = self.session.fit.trainer
         scaler = lightning_steps.has_grad_scaler(trainer)
         if scaler:
@@ -254,11 +255,11 @@ class NumericsPolicy(Participant):
             log.info("WeightAveraging averages the same weights once more in a step that NaNGuard skips on the device.")
 
     def _begin_history(self) -> None:
-        """Reads what is recorded; at the very first start records what is not finite, since it is so on purpose."""
+        """Reads the recorded history; the very first start records which tensors are not finite, on purpose."""
         fit = self.session.fit
 
         def recorded() -> RollbackHistory:
-            # Batches have the same numbers as long as they are divided among as many ranks.
+            # Batches keep their numbers only if they are divided among the same number of ranks.
             self._history = RollbackHistory.read(self._file, self.session.exact.begun_with)
             return self._history
 
@@ -273,13 +274,13 @@ class NumericsPolicy(Participant):
         self._initially_nonfinite = set(names)
 
     def after_save(self, is_end: bool) -> None:
-        """Says how deterministic the training was, when it has ended."""
+        """Logs how deterministic the training was, when it has ended."""
         if is_end and self.session.fit.rank == 0 and self._options.rerun == "report_determinism_stats":
             again, differing = self._counts.steps_run_again, self._counts.differing_steps
             log.info("%d of %d steps had another result when their batch was run again.", differing, again)
 
     def leave(self) -> None:
-        """The fit has ended, one way or another."""
+        """Called when the fit has ended, in any way."""
         if self._guard is not None:
             self._guard.remove()
 
@@ -294,24 +295,24 @@ class NumericsPolicy(Participant):
         self._guard.check_loss(loss, accumulated / exact.share)
 
     def batch_done(self) -> None:
-        """The optimizer steps of the batch have been made, or skipped."""
+        """Called when the optimizer steps of the batch have been made or skipped."""
         assert self._guard is not None
         trainer = self.session.fit.trainer
         self._window.end = lightning_progress.batches_begun(trainer)
         if not lightning_progress.accumulation_window_complete(trainer):
             return
         if not self.session.fit.module.automatic_optimization:
-            self._guard.settle()  # there may be a step to come in the hook of the batch's end
+            self._guard.settle()  # a step may follow in a hook at the end of the batch
         elif self._guard.end() and self._skips:
             lightning_callbacks.skip_weight_averaging(trainer)
 
     def at_end_of_epoch(self) -> None:
-        """The hooks to come look at the metrics of the whole epoch."""
+        """Collects results, since the hooks that follow use the metrics of the whole epoch."""
         if self._skips:
             self._collect_results()
 
     def after_batch(self, window_complete: bool) -> None:
-        """A step has ended, and the next one begins."""
+        """Judges the step that has ended, and begins the next window."""
         if not window_complete:
             return
         assert self._guard is not None
@@ -325,9 +326,9 @@ class NumericsPolicy(Participant):
         self._guard.begin(self._window)
 
     def _collect_results(self) -> None:
-        """Judges the windows so far; waits for results that are still on their way."""
+        """Judges the windows so far; waits for pending results."""
         assert self._guard is not None
-        if self._window.end > self._window.begin:  # the next one may have begun
+        if self._window.end > self._window.begin:  # the next window may have begun
             self._guard.end()
         for result in self._guard.results(wait=True):
             self._judge(result)
@@ -340,7 +341,7 @@ class NumericsPolicy(Participant):
         return self._consecutive > 0
 
     def before_end(self) -> bool:
-        """There is no boundary any more at which the fit could go back."""
+        """Ends the run if its last steps were bad: no boundary is left at which the fit could roll back."""
         session = self.session
         self._collect_results()
         windows, is_lost = self._bad_windows()
@@ -356,7 +357,7 @@ class NumericsPolicy(Participant):
         return bool(self._unanswered) and self._options.rerun == "validate_results"
 
     def skips_batch(self) -> bool:
-        """Whether the next batch has made a step bad before."""
+        """Whether the next batch has caused a bad step before."""
         if not self._skipped:
             return False
         trainer = self.session.fit.trainer
@@ -413,7 +414,7 @@ class NumericsPolicy(Participant):
             self._request(action, result)
 
     def _follows(self, has_happened: bool = False) -> str | None:
-        """What the policy has all ranks do now."""
+        """The event that the policy requests now; ``None`` if none."""
         if self._options.action == "stop":
             return _STOP
         if self._options.action == "warn":
@@ -422,7 +423,7 @@ class NumericsPolicy(Participant):
         return _ROLL_BACK if self._options.action == "rollback" or has_happened or too_many else None
 
     def _request_pause(self, hold: bool, result: StepResult) -> None:
-        """While steps are bad nothing is saved: soon there would be no state left from before the first of them."""
+        """Pauses or resumes saves: while steps are bad, saves would soon remove every state from before them."""
         if not self._skips:
             return
         if result.is_common:
@@ -446,18 +447,18 @@ class NumericsPolicy(Participant):
         lightning_loggers.log_metrics(self.session.fit.trainer, metrics)
 
     def _request(self, kind: str, result: StepResult) -> None:
-        # All ranks have the same result. Should a single rank have a bad one after all, its request counts too.
+        # All ranks have the same result. If a single rank has a bad one nevertheless, its request counts too.
         if self.session.fit.rank == 0 or result.is_here:
             asked_at = self.session.fit.steps_counted
             payload = {"reason": result.problem, "window": astuple(result.tag), "asked_at": asked_at}
             self.session.fit.agreement.request(kind, payload, Needs.CLEAN | Needs.TRAINING)
 
     def _still_holds(self, event: Event) -> bool:
-        """Whether what an event is about was not undone by a rollback."""
+        """Whether no rollback has undone the cause of an event."""
         return int(event.payload["asked_at"]) >= self._rolled_back_at
 
     def _answer(self, event: Event, is_end: bool = False) -> None:
-        """Does what follows from a bad step."""
+        """Acts on a bad step."""
         reason, window = str(event.payload["reason"]), Window(*event.payload["window"])
         if not self._still_holds(event) or window in self._answered:
             return
@@ -475,7 +476,7 @@ class NumericsPolicy(Participant):
 
     def _rollback(self, reason: str, step: int) -> None:
         session = self.session
-        self._collect_results()  # what the others know may still be on its way to this rank
+        self._collect_results()  # results that other ranks know may not have arrived here
         windows, _ = self._bad_windows()
         if not windows or any(blames() for blames in session.fit.participants.implement(Participant.blames_replicas)):
             return
@@ -483,7 +484,7 @@ class NumericsPolicy(Participant):
         is_suspect = session.selector.is_suspect(windows[0].step) and session.fit.from_rank_0(
             lambda: self._history.is_first(windows[0], begun_at)
         )
-        # Where the checkpoint is to blame, the batches are not.
+        # If the checkpoint is to blame, the batches are not.
         times = session.fit.from_rank_0(lambda: self._count(step, windows, not is_suspect))
         losses = session.fit.gather(None if self._last is None else self._last.loss)
         why = f"{reason}, after step {step}"
@@ -511,7 +512,7 @@ class NumericsPolicy(Participant):
         self._log_rollback = say
 
     def _turns_to_global(self, step: int) -> bool:
-        """Whether a global checkpoint from before ``step`` is left that the local ones have not let have its turn."""
+        """Turns to global checkpoints when rollbacks to local ones are used up; returns whether it did."""
         tiers = self.session.selector
         was_local = self._options.max_rollbacks > 0 and tiers.loaded is not None and tiers.loaded.path is None
 
@@ -525,7 +526,7 @@ class NumericsPolicy(Participant):
         return self.session.fit.from_rank_0(decide)
 
     def _keep_going(self, why: str) -> None:
-        """There is nowhere to go back to: the bad step was skipped, and that has to do."""
+        """Called when there is no checkpoint to roll back to: ends the run, unless skipping the bad step was enough."""
         if self._lost is not None or self._consecutive >= self._options.max_consecutive:
             self._end(f"{why}; {_NOWHERE}", is_final=False)
         if self.session.fit.rank == 0:
@@ -539,9 +540,9 @@ class NumericsPolicy(Participant):
         self._unanswered.clear()
 
     def _bad_windows(self) -> tuple[list[Window], bool]:
-        """The windows whose steps were bad, in order, of all ranks; and whether one of them has happened.
+        """The windows of all ranks whose steps were bad, in order; and whether one of these steps was applied.
 
-        None after that one: where only one rank has seen it, the others have seen what became of their losses.
+        Windows after an applied one are left out: a rank that has not seen it has only seen its effect on the loss.
         """
         everywhere = self.session.fit.gather((self._bad, self._lost))
         lost = min((lost for _, lost in everywhere if lost is not None), default=None)
@@ -549,7 +550,7 @@ class NumericsPolicy(Participant):
         return [each for each in windows if lost is None or each <= lost], lost is not None
 
     def _count(self, step: int, windows: Sequence[Window], skip: bool) -> int:
-        """Records that the run goes back; returns how many times it has because of this problem."""
+        """Records a rollback; returns the number of rollbacks because of this problem."""
         self._history.count(step, windows, skip)
         self._write()
         return self._history.rollbacks
@@ -562,7 +563,7 @@ class NumericsPolicy(Participant):
             log.error("The history of bad steps could not be written for a restart (%s).", error)
 
     def _take_over(self, history: RollbackHistory) -> RollbackHistory:
-        """On all ranks, what rank 0 knows; returns it."""
+        """Takes over rank 0's history on all ranks; returns it."""
         self._rollbacks, self._pending_rerun = history.rollbacks, history.suspect
         self._skipped = {}
         for window in history.skipped:
@@ -570,7 +571,7 @@ class NumericsPolicy(Participant):
         return history
 
     def check_state(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """What is not finite, and was so from the beginning, may be saved."""
+        """Raises if a tensor is not finite, except for those that were not finite from the beginning."""
         tensors = [(name, tensor) for name, tensor in named if name not in self._initially_nonfinite]
         if not bool(all_finite(tensor for _, tensor in tensors)):
             raise ValueError(f"it is not finite: {', '.join(nonfinite_names(tensors))}")
@@ -583,7 +584,7 @@ class NumericsPolicy(Participant):
         return False
 
     def after_rollback(self) -> None:
-        """Nothing is bad any more."""
+        """Forgets the bad steps from before the rollback."""
         assert self._guard is not None
         self._guard.forget()
         if self.session.fit.rank == 0:
@@ -599,9 +600,9 @@ class NumericsPolicy(Participant):
     # -- reruns --------------------------------------------------------------------------------------------------------
 
     def _note_rerun(self, result: StepResult) -> None:
-        """What a second run, here or elsewhere, has shown."""
+        """Records the result of a second run, on these devices or after a restart."""
         session, window = self.session, result.tag
-        if result.first is not None:  # and then it was good
+        if result.first is not None:  # the second run was good
             self._write_verdict("transient fault", window, f"{result.first}; not so when the batch was run again")
         if result.reproducible is not None:
             self._counts.steps_run_again += 1
@@ -637,9 +638,9 @@ class NumericsPolicy(Participant):
             )
 
     def _answer_rerun(self, reason: str, window: Window, is_end: bool) -> None:
-        """A step was bad twice on the same devices.
+        """Decides what follows a step that was bad twice on the same devices.
 
-        At the end of the fit there is nothing to go back to without a restart, and a step that is skipped is done with.
+        At the end of the fit, a rollback is not possible without a restart, and a skipped step needs no further action.
         """
         session, step = self.session, window.step
         decision = session.fit.from_rank_0(lambda: self._decide_rerun(window, reason))
@@ -675,7 +676,7 @@ class NumericsPolicy(Participant):
                 self._unanswered.discard(window)
 
     def _decide_rerun(self, window: Window, reason: str) -> str:
-        """Decides, and writes down what must be known after a restart."""
+        """Decides, and records what must be known after a restart."""
         history, batch = self._history, (window.epoch, window.begin)
         if any((each.epoch, each.begin) == batch for each in history.validated):
             return "correct"
@@ -688,15 +689,15 @@ class NumericsPolicy(Participant):
         return decision
 
     def on_failure(self, exception: BaseException) -> str | None:
-        """A training that has diverged for good halts the run."""
+        """Halts the run if the training has diverged for good."""
         return str(exception) if isinstance(exception, TrainingDiverged) and exception.is_final else None
 
 
 def _written(number: float | None) -> str | None:
-    """In the ledger, since JSON knows no NaN."""
+    """A number for the ledger, as text: JSON has no NaN."""
     return None if number is None else f"{number:.6g}"
 
 
 def _reads_cost_nothing(device: torch.device) -> bool:
-    """Whether a number on ``device`` can be read without waiting for work that the host is ahead of."""
+    """Whether a number on ``device`` can be read without waiting for work that the host has queued."""
     return device.type == "cpu"

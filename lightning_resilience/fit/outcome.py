@@ -1,4 +1,4 @@
-"""How a fit has ended before, and how it ends now."""
+"""The outcome of a fit: how it ended before, and how it ends now."""
 
 from __future__ import annotations
 
@@ -42,18 +42,18 @@ class FitOutcome:
         return self.ends_there(outcome.reason, outcome.details)
 
     def ends_there(self, by: str, limits: dict[str, Any]) -> bool:
-        """Whether the fit still ends where it has ended.
+        """Whether the fit, with its present limits, still ends where it ended before.
 
         Args:
-            by: The limit that had ended it.
-            limits: Its limits then.
+            by: The limit that ended it.
+            limits: The limits of that time.
         """
         if by == ASKED:  # the cause is unknown
             return not self.is_a_limit_raised(limits)
         return not _is_raised(limits.get(by), lightning_limits.limits(self.fit.trainer).get(by))
 
     def what_ended_it(self) -> str:
-        """What must be raised to train a finished fit further, in words."""
+        """The limit that must be raised to train a finished fit further, in words."""
         reason = self.fit.previous_outcome.reason if self.fit.previous_outcome is not None else ASKED
         return "max_epochs, max_steps, max_time or a patience" if reason == ASKED else f"the {reason} that ended it"
 
@@ -79,7 +79,7 @@ class FitOutcome:
             log.error("The outcome of this fit (%s: %s) could not be written: %s", status, reason, error)
 
     def is_halted(self) -> bool:
-        """Whether a rank of this attempt has halted the run; the others have only lost a peer."""
+        """Whether a rank of this attempt has halted the run; the other ranks have only lost a peer."""
         outcomes = (self.fit.folder.outcome, self.fit.folder.failed_start)
         return any(each is not None and each.status == "halted" and each.attempt == self.fit.token for each in outcomes)
 

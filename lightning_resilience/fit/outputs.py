@@ -1,8 +1,8 @@
-"""Where Lightning's own outputs of a fit are: its loggers' files, ``ModelCheckpoint``'s, and ``LightningCLI``'s config.
+"""The folders of Lightning's own outputs: loggers' files, ``ModelCheckpoint``'s files, ``LightningCLI``'s config.
 
 By default every start of a script creates new folders: the next ``version_N``, or one named after the time (Hydra).
-Then ``best_model_path`` and the best k checkpoints are those of the last start only, and the logs are split. A fit that
-has begun before reuses its folders.
+Then ``best_model_path`` and the best k checkpoints cover only the last start, and the logs are split. A fit that has
+begun before reuses its folders.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ def record(trainer: Trainer, run: str) -> dict[str, Any]:
 
 
 class Folders(NamedTuple):
-    """Where an earlier attempt of a fit has written, of what still exists; see :func:`folders`.
+    """The folders of an earlier attempt of a fit that still exist; see :func:`folders`.
 
     Attributes:
-        is_first: Whether there was none.
-        loggers: For each file logger its folder and its version; ``None``: it begins anew.
-        checkpoints: By the callbacks' state keys.
-        configs: The configurations that were written, and their digests.
+        is_first: Whether there was no earlier attempt.
+        loggers: The folder and version of each file logger; ``None`` for a logger that begins anew.
+        checkpoints: The folders of ``ModelCheckpoint``, by the callbacks' state keys.
+        configs: The configurations that were written, with their digests.
     """
 
     is_first: bool
@@ -62,7 +62,7 @@ def reuse(trainer: Trainer, before: Folders) -> None:
 
     Args:
         trainer: The Trainer of the fit.
-        before: Where that has written, as rank 0 sees it.
+        before: The folders of that attempt, as rank 0 sees them.
     """
     loggers = lightning_loggers.file_loggers(trainer)
     for number, logger in enumerate(loggers):
@@ -104,8 +104,8 @@ def overwrite_lost(trainer: Trainer, patches: lightning_patches.Patches, metadat
 
     Args:
         trainer: The Trainer of a fit whose state was restored.
-        patches: Undone after the fit.
-        metadata: Identifies files of the fit.
+        patches: Patches that are undone after the fit.
+        metadata: Identifies the files of the fit.
     """
     for callback, last_saved in lightning_callbacks.last_saves(trainer):
         lost: set[str] = set()
@@ -130,7 +130,7 @@ def folders(trainer: Trainer, recorded: dict[str, Any] | None) -> Folders:
 
     Args:
         trainer: The Trainer of the fit.
-        recorded: The result of :func:`record` in an earlier attempt; ``None``: there was none.
+        recorded: The result of :func:`record` in an earlier attempt; ``None`` if there was none.
     """
     loggers = lightning_loggers.file_loggers(trainer)
     before = (recorded or {}).get("loggers", [])
@@ -160,14 +160,14 @@ def _checkpoints(trainer: Trainer) -> list[Any]:
 
 
 def _configs(trainer: Trainer) -> Iterator[tuple[Any, Path]]:
-    """The callbacks by which a ``LightningCLI`` saves its configuration, and where."""
+    """The callbacks with which a ``LightningCLI`` saves its configuration, with the paths of the files."""
     for callback in lightning_callbacks.callbacks_named(trainer, "SaveConfigCallback"):
         if callback.save_to_log_dir and trainer.log_dir is not None:
             yield callback, Path(trainer.log_dir, callback.config_filename)
 
 
 def _allow_overwriting(trainer: Trainer, written: dict[str, Any]) -> None:
-    """Has a ``LightningCLI`` overwrite the configuration of an earlier attempt, which it would refuse."""
+    """Has a ``LightningCLI`` overwrite the configuration of an earlier attempt instead of refusing to."""
     for callback, path in _configs(trainer):
         own = checkpoint_io.from_rank_zero(trainer.strategy, partial(_is_own, callback, path, written))
         callback.overwrite = own or callback.overwrite
@@ -176,7 +176,7 @@ def _allow_overwriting(trainer: Trainer, written: dict[str, Any]) -> None:
 def _is_own(callback: Any, path: Path, written: dict[str, str]) -> bool:
     if (digest := _digest(path)) is None:
         return False
-    # An attempt may have been killed before it was recorded.
+    # An attempt may have been killed before it recorded its configuration.
     return written.get(str(path)) == digest or bool(
         path.read_text() == callback.parser.dump(callback.config, skip_none=False)
     )

@@ -1,8 +1,8 @@
-"""The account of a rank's time where no watchdog reads it: kept in node memory, in case the rank is killed.
+"""A rank's own account of its time, where no watchdog reads it: kept in node memory, in case the rank is killed.
 
-A rank that leaves its fit records its account itself. Of one that was killed, the next start of the run on the node
-finds it, as long as the node was not booted, and records it: until the last step that had begun, or, of steps that take
-less than a tenth of a second, until so much before its end.
+A rank that leaves its fit records its account itself. If a rank was killed, the next start of the run on the node
+finds its account, unless the node was rebooted, and records it. The account then ends with the last step that had
+begun. With steps of less than a tenth of a second, it ends at most that long before the end of the rank.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _MONTH_S = 30 * 86400.0
 
 
 class OwnAccount:
-    """The account of this process, which records it itself.
+    """The account of this process, which the process records itself.
 
     Args:
         fit: The fit.
@@ -37,11 +37,11 @@ class OwnAccount:
 
     @property
     def is_kept(self) -> bool:
-        """Whether it is in node memory."""
+        """Whether the account is in node memory."""
         return self._path is not None
 
     def keep(self) -> None:
-        """Goes on in node memory. Without any, the account of a rank that is killed is lost."""
+        """Continues the account in node memory. Without node memory, the account of a rank that is killed is lost."""
         fit = self._fit
         if sys.platform == "linux":
             with suppress(OSError):
@@ -51,14 +51,14 @@ class OwnAccount:
                     own = fit.time_spent({})
                     about = {name: getattr(own, name) for name in _OF_FIT}
                     write_json(path, {**about, **describe_process(), "run": fit.run_id, "rank": fit.rank})
-                except OSError:  # it is full
+                except OSError:  # node memory is full
                     fit.time.unshare()
                     _remove(path)
                     raise
                 self._path = path
 
     def record(self) -> None:
-        """Records what the process has spent its time on, up to now."""
+        """Records how the process has spent its time until now."""
         self._fit.ledger.record(self._fit.time_spent({self._fit.rank: self._fit.time.close()}))
         if self._path is not None:
             _remove(self._path)
@@ -67,7 +67,7 @@ class OwnAccount:
 def record_killed(fit: FitContext) -> None:
     """Records the accounts of ranks of earlier starts of the run that were killed on this node.
 
-    Those of other runs are removed after a month.
+    Accounts of other runs are removed after a month.
 
     Args:
         fit: The fit that begins; one rank of each node calls this.
@@ -77,7 +77,7 @@ def record_killed(fit: FitContext) -> None:
             about = read_json(path)
             if about is None or not is_on_this_system(about) or is_running(about):
                 continue
-            with suppress(OSError, KeyError, TypeError, ValueError):  # perhaps of another version
+            with suppress(OSError, KeyError, TypeError, ValueError):  # perhaps written by another version
                 if about.get("run") == fit.run_id:
                     with open(path.with_suffix(".time"), "rb", buffering=0) as file:
                         spent = read_account(file)

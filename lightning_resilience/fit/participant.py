@@ -1,12 +1,12 @@
-"""The policy of a callback in a fit, as methods that the session calls in a fixed order.
+"""Participants: the policy of each callback in a fit, as methods that the session calls in a fixed order.
 
-In the order of the callbacks in the Trainer, at these moments:
+The session calls the participants in the order of their callbacks in the Trainer, at these moments:
 
 Start
     ``before_training_data``, ``start``.
 Training boundary
-    ``on_event`` for every event that is due, the rollback if one has requested it, ``after_batch``, ``at_boundary``,
-    ``skips_batch``, ``before_batch``.
+    ``on_event`` for every event that is due, the rollback if an event has requested it, ``after_batch``,
+    ``at_boundary``, ``skips_batch``, ``before_batch``.
 Training batch
     ``batch_ready``, ``on_train_batch_start`` of all callbacks, ``batch_begins``, the optimizer step, ``batch_done``,
     ``before_batch_end``, ``on_train_batch_end``.
@@ -26,8 +26,8 @@ End
     ``before_end``, the final save, ``after_final_save``, ``on_train_end`` of all callbacks, ``on_event_at_end``,
     ``after_save``, ``leave``, ``left``.
 
-At any time ``on_event_known``, ``hurry``, ``on_record``; at each boundary ``ranks_agree``. ``tests/test_order.py``
-holds that order.
+It calls ``on_event_known``, ``hurry`` and ``on_record`` at any time, and ``ranks_agree`` at each boundary.
+``tests/test_order.py`` checks this order.
 """
 
 from __future__ import annotations
@@ -47,63 +47,63 @@ _R = TypeVar("_R")
 
 
 class Stateful(Protocol):
-    """State of a rank beside the training, as in ``torch.distributed.checkpoint``."""
+    """State of a rank besides the training state, as in ``torch.distributed.checkpoint``."""
 
     def state_dict(self) -> dict[str, Any]:
         """The state, in types that a safe load reads."""
 
     def load_state_dict(self, state: dict[str, Any], /) -> None:
-        """Restores it."""
+        """Restores the state."""
 
 
 class Participant:
     """The policy of one callback in one fit.
 
-    Only methods that a class implements are called: the others cost a healthy step nothing. All ranks call them in the
-    same order, but only methods documented so may use collectives.
+    Only methods that a class implements are called, so the other methods cost a healthy step nothing. All ranks call
+    them in the same order, but only methods whose docstring allows it may use collectives.
     """
 
     protects_workers = False
     """Whether data-loader workers ignore the signals that stop the run."""
 
     extra_state_matters = True
-    """Whether the training depends on :meth:`extra_state`; else that of a lost rank begins anew."""
+    """Whether the training depends on :meth:`extra_state`; if not, the extra state of a lost rank begins anew."""
 
     def extra_state(self) -> Mapping[str, Stateful]:
-        """State of this rank that every checkpoint holds, by name."""
+        """The state of this rank that every checkpoint holds, by name."""
         return {}
 
     def before_training_data(self, loaders: list[Any]) -> None:
-        """The training data loaders are made, their workers are not started."""
+        """Called when the training data loaders are made and their workers are not started."""
 
     def start(self) -> None:
-        """Training begins, once in a fit. Collectives are allowed."""
+        """Called once in a fit, when training begins. Collectives are allowed."""
 
     def on_event(self, event: Event) -> None:
-        """An event is due on all ranks, at the same boundary. Collectives are allowed."""
+        """Called when an event is due on all ranks, at the same boundary. Collectives are allowed."""
 
     def on_event_at_end(self, event: Event) -> bool:
-        """The same when no boundary is left. Returns whether the event was handled."""
+        """:meth:`on_event` when no boundary is left. Returns whether the event was handled."""
         return False
 
     def on_event_known(self, event: Event) -> None:
-        """An event is known, its boundary is still to come; in the agreement's thread."""
+        """Called when an event is known, before its boundary is reached; in the agreement's thread."""
 
     def hurry(self, within_s: float) -> None:
-        """The process ends so soon, and a boundary is needed where ranks agree; in the agreement's thread."""
+        """Called when the process must end soon and needs a boundary where ranks agree; in the agreement's thread."""
 
     def on_record(self, event: events.Event) -> None:
-        """This rank has recorded an event in the ledger; in any thread. Must not raise."""
+        """Called when this rank has recorded an event in the ledger; in any thread. Must not raise."""
 
     def after_batch(self, window_complete: bool) -> None:
-        """A training boundary; ``window_complete``: no accumulated gradients wait for a step."""
+        """Called at a training boundary. ``window_complete``: whether no accumulated gradients wait for a step."""
 
     def at_boundary(self, step: int, may_save: Callable[[], bool]) -> None:
-        """After every ``after_batch``. Collectives are allowed where all ranks decide the same.
+        """Called after every ``after_batch``. Collectives are allowed if all ranks decide the same.
 
         Args:
             step: ``trainer.global_step``.
-            may_save: Whether the window is complete and no participant pauses saves.
+            may_save: Whether the window is complete, the ranks agree and no participant pauses saves.
         """
 
     def skips_batch(self) -> bool:
@@ -111,42 +111,42 @@ class Participant:
         return False
 
     def before_batch(self) -> None:
-        """Everything at the boundary is done, the next batch is about to be fetched."""
+        """Called when everything at the boundary is done, before the next batch is fetched."""
 
     def batch_ready(self) -> None:
-        """The batch is there, on its device."""
+        """Called when the batch is on its device."""
 
     def batch_begins(self) -> None:
-        """Forward and backward pass and optimizer steps of the batch are next."""
+        """Called before the forward pass, the backward pass and the optimizer steps of the batch."""
 
     def batch_done(self) -> None:
-        """They have been made; before any hook of the batch's end."""
+        """Called after the optimizer steps of the batch, before any hook at its end."""
 
     def before_batch_end(self) -> None:
-        """After every ``batch_done``. Collectives are allowed where all ranks decide the same."""
+        """Called after every ``batch_done``. Collectives are allowed if all ranks decide the same."""
 
     def ranks_agree(self) -> bool:
-        """Whether all ranks hold the same at this boundary, as they do where gradients are reduced in every step."""
+        """Whether all ranks hold the same state at this boundary, as they do if every step reduces gradients."""
         return True
 
     def before_evaluation(self) -> None:
-        """A validation within the fit begins. Collectives are allowed."""
+        """Called before a validation within the fit. Collectives are allowed."""
 
     def at_end_of_epoch(self) -> None:
-        """After the last batch of an epoch, before any hook of its end. Collectives are allowed."""
+        """Called after the last batch of an epoch, before any hook at its end. Collectives are allowed."""
 
     def before_save(self) -> None:
-        """A state is about to be saved by all ranks, which may take a while."""
+        """Called before all ranks save a state, which may take a while."""
 
     def check_state(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Raises ``ValueError`` if a state of these tensors must not be saved."""
+        """Raises ``ValueError`` if a state with these tensors must not be saved."""
 
     def digest(self) -> str:
         """A digest of this rank's replica of the state."""
         return ""
 
     def pauses_saves(self) -> bool:
-        """Whether saves wait, equal on all ranks: the last steps were bad, and older checkpoints must stay."""
+        """Whether saves wait, equal on all ranks: the last steps were bad, and older checkpoints must be kept."""
         return False
 
     def looks_bad(self) -> bool:
@@ -154,10 +154,10 @@ class Participant:
         return False
 
     def after_save(self, is_end: bool) -> None:
-        """All ranks have saved together, or the training has ended. Collectives are allowed."""
+        """Called after all ranks have saved together, or training has ended. Collectives are allowed."""
 
     def after_final_save(self) -> None:
-        """On rank 0, when the final state is saved. It is saved only if a participant implements this."""
+        """Called on rank 0 after the final state was saved, which happens only if a participant implements this."""
 
     def save_locally(self, reason: str, within_s: float) -> bool:
         """Saves the state to local storage of all nodes at this boundary. Collectives are allowed.
@@ -168,39 +168,39 @@ class Participant:
         return False
 
     def settle_saves(self, within_s: float) -> bool:
-        """A rank was lost: waits for the local save in progress, without the peers; returns whether it has ended."""
+        """Waits after a loss for the local save in progress, without the peers; returns whether it has ended."""
         return True
 
     def save_after_loss(self, generation: str, ranks: Iterable[int], records: bool, within_s: float) -> bool:
-        """Saves the state of the last boundary to local storage, without the peers, of which some are lost.
+        """Saves the state of the last boundary to local storage, without the peers: some of them are lost.
 
         Args:
             generation: Name of the generation, the same on all ranks.
-            ranks: Whose states to save. When it gives the next one, the state of that rank has been put in the place of
-                this rank's.
-            records: Whether to wait until the other ranks have saved, too, and to record that.
-            within_s: How long it may take.
+            ranks: The ranks whose states to save. When this yields a rank, the state of that rank has replaced this
+                rank's own.
+            records: Whether to wait until the other ranks of this node have also saved, and to record the save.
+            within_s: How many seconds the save may take.
 
         Returns:
-            Whether the states of these ranks are saved; with ``records``, of all.
+            Whether the states of these ranks are saved; with ``records``, those of all ranks of this node.
         """
         return False
 
     def on_divergence(self, divergence: Divergence) -> None:
-        """Replicas differ; on rank 0, in any thread."""
+        """Called when replicas differ; on rank 0, in any thread."""
 
     def blames_replicas(self) -> bool:
         """Whether a differing replica has caused a bad step; called before its rollback. A collective."""
         return False
 
     def before_rollback(self) -> None:
-        """Before all ranks roll back. Collectives are allowed."""
+        """Called before all ranks roll back. Collectives are allowed."""
 
     def after_rollback(self) -> None:
-        """After all ranks have rolled back: ``trainer.global_step`` is smaller. Collectives are allowed."""
+        """Called after all ranks have rolled back: ``trainer.global_step`` is smaller. Collectives are allowed."""
 
     def before_end(self) -> bool:
-        """Training has ended, its final state is not saved yet. Collectives are allowed.
+        """Called when training has ended and its final state is not saved yet. Collectives are allowed.
 
         Returns:
             Whether this rank has requested an event that must be handled before the final save.
@@ -208,21 +208,21 @@ class Participant:
         return False
 
     def on_raised(self) -> None:
-        """An exception has ended training on this rank, before any ``on_exception``. Not for a stop in order."""
+        """Called when an exception has ended training here, before any ``on_exception``; not for an orderly stop."""
 
     def on_failure(self, exception: BaseException) -> str | None:
-        """The fit ends with an exception. Returns why the whole run must halt; ``None``: it need not."""
+        """Called when the fit ends with an exception. Returns why the whole run must halt; ``None`` if it need not."""
         return None
 
     def leave(self) -> None:
-        """The fit has ended in any way; called once."""
+        """Called once when the fit has ended, in any way."""
 
     def left(self) -> None:
-        """Everything of the fit is released."""
+        """Called when everything of the fit is released."""
 
 
 class StepCalls(NamedTuple):
-    """What every training step calls, by method of :class:`Participant`."""
+    """The calls of every training step, by method of :class:`Participant`."""
 
     after_batch: tuple[Callable[[bool], None], ...]
     at_boundary: tuple[Callable[[int, Callable[[], bool]], None], ...]
@@ -244,12 +244,12 @@ class Participants:
         self._step_calls: StepCalls | None = None
 
     def add(self, participant: Participant) -> None:
-        """Adds one."""
+        """Adds a participant."""
         self._all.append(participant)
         self._calls, self._step_calls = {}, None
 
     def withdraw(self, participant: Participant) -> None:
-        """Stops calling one, except for ``leave``, ``left`` and ``extra_state``."""
+        """Stops calling a participant, except for ``leave``, ``left`` and ``extra_state``."""
         self._withdrawn.append(participant)
         self._calls, self._step_calls = {}, None
 
@@ -280,11 +280,11 @@ class Participants:
 
     @property
     def train_apart(self) -> bool:
-        """Whether there are times at which ranks do not hold the same."""
+        """Whether there are times at which ranks hold different states."""
         return bool(self.implement(Participant.ranks_agree))
 
     def ranks_agree(self) -> bool:
-        """Whether all ranks hold the same now, as they always do unless they train apart."""
+        """Whether all ranks hold the same state now, as they always do unless they train independently."""
         return all(ranks_agree() for ranks_agree in self.implement(Participant.ranks_agree))
 
     def extra_state(self) -> dict[str, Stateful]:

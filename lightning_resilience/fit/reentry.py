@@ -1,14 +1,14 @@
-"""``launch --elastic`` in a rank: when another rank was lost, this one leaves its fit and enters it again.
+"""``launch --elastic`` in a rank: when another rank was lost, this rank leaves its fit and enters it again.
 
-The replacement of a lost rank runs the script from its first line. The others keep their processes: they leave
+The replacement of a lost rank runs the script from its first line. The other ranks keep their processes: they leave
 ``trainer.fit``, wait in Lightning's own ``init_process_group`` for the replacement, and begin the fit together with it.
 So the start of a fit is the same for all ranks, and everything that belongs to one start (token, stores, agreement,
-watchdog, local saves) is made anew on all of them by the code that a restart runs. All resume from the newest
-checkpoint that all can verify: where it can be saved, that of the last boundary (:mod:`.last_boundary`). Of what a
-device has computed since its collectives were aborted nothing is used.
+watchdog, local saves) is made anew on all of them by the code that a restart runs. All ranks resume from the newest
+checkpoint that all of them can verify: the one of the last boundary, if it could be saved (:mod:`.last_boundary`).
+Nothing is used that a device has computed since its collectives were aborted.
 
-A healthy step only looks whether a loss is known. What cannot be replaced that way is refused by :func:`why_not`, and
-then the loss of a rank restarts all, as without ``--elastic``.
+A healthy step only checks whether a loss is known. If ranks of a fit cannot be replaced that way, :func:`why_not`
+refuses it, and the loss of a rank restarts all ranks, as without ``--elastic``.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ log = logging.getLogger(__name__)
 _POLL_S = 0.5
 
 _hooks_at_first: WeakKeyDictionary[LightningModule, Counter[str]] = WeakKeyDictionary()
-"""Of modules the hooks that they had when the loops of their fit began in this process for the first time."""
+"""By module, the hooks that it had when the loops of its fit first began in this process."""
 
 _runs: list[bool] = []
 """For every run of a Trainer that this process has begun, whether it has ended."""
@@ -70,7 +70,7 @@ def install(leave_session: Callable[[Trainer, Collection[int]], None]) -> None:
     """Has this rank take part in replacements, once in a process; does nothing without ``launch --elastic``.
 
     Args:
-        leave_session: Leaves the session of a Trainer's fit without its peers, of which these ranks do not go on.
+        leave_session: Leaves the session of a Trainer's fit without its peers; given the ranks that do not continue.
     """
     if (line := membership.current()) is not None:
         DEFAULT.install(lambda: line.is_over)
@@ -121,12 +121,12 @@ def _run(
 
 
 def _take_part(trainer: Trainer, line: Membership) -> None:
-    """What this process runs in this generation cannot be entered again."""
+    """Has a run that this process cannot enter again take part in the present generation."""
     if line.is_at_door:
         _begin(line, _admission(line), trainer)
     elif line.is_without_some:
-        if lightning_reentry.is_fit(trainer) and not line.is_start:  # alike on all
-            # Nobody would be taken into it to its end.
+        if lightning_reentry.is_fit(trainer) and not line.is_start:  # equal on all ranks
+            # No rank could be admitted to this fit before its end.
             line.say("needs_all", "another fit begins, which needs the absent ranks")
             while not line.await_restart(_POLL_S):
                 if line.is_stopping or ((listener := signals.installed()) is not None and listener.received):
@@ -137,8 +137,8 @@ def _take_part(trainer: Trainer, line: Membership) -> None:
 
 @contextmanager
 def _without_what_is_there() -> Iterator[None]:
-    """Has the garbage collector leave out what is there now: to look at all that was imported takes 0.2 s at a loss."""
-    if park.has_frozen or gc.get_freeze_count():  # to count what a spare has frozen takes 30 ms
+    """Has the garbage collector leave out all present objects: to scan all imports takes 0.2 s at a loss."""
+    if park.has_frozen or gc.get_freeze_count():  # to count frozen objects takes 30 ms
         yield
         return
     gc.collect()  # what is garbage now would stay until the fit ends
@@ -174,13 +174,13 @@ def _enter(
             log.info("Lost %s: going on %s.", replacement, what)
         device = trainer.strategy.root_device
         if (problem := devices.why_unusable(device, DEVICE_ANSWERS_WITHIN_S)) is not None:
-            _end_refused(line, problem)  # its errors stay, and to leave the fit may wait for it
+            _end_refused(line, problem)  # its errors stay, and leaving the fit may wait for it
         leave_session(line.gone(replacement))
         context.fits_begun.clear()
         context.fits_begun.update(begun)
         lightning_reentry.leave_fit(trainer, start)
         DEFAULT.close()
-        gc.collect()  # a wrapper of the old group that is still there would reduce gradients, too
+        gc.collect()  # an old group's wrapper that still exists would reduce gradients, too
         devices.release_memory(device)
         _begin(line, replacement, trainer)
         time_account.OF_PROCESS.enter(time_account.RENDEZVOUS)
@@ -193,7 +193,7 @@ def _admission(line: Membership) -> Replacement:
 
 
 def _begin(line: Membership, replacement: Replacement, trainer: Trainer) -> None:
-    while line.slot not in replacement.members:  # its state is incomplete, as one that is lost has held a part of it
+    while line.slot not in replacement.members:  # its state is incomplete: a lost rank has held a part of it
         line.step_back(replacement)
         replacement = _admission(line)
     line.begin(replacement)
@@ -201,19 +201,19 @@ def _begin(line: Membership, replacement: Replacement, trainer: Trainer) -> None
 
 
 def _end_refused(line: Membership, problem: str) -> NoReturn:
-    """Ends this process, which can't be one of the next generation: the supervisor restarts all ranks."""
+    """Ends this process, which cannot be part of the next generation: the supervisor restarts all ranks."""
     line.say("refused", problem)
     line.await_restart(ENDED_WITHIN_S)
     os._exit(0)
 
 
 def why_not(session: FitSession) -> str | None:
-    """Why the loss of a rank of this fit restarts all of them; ``None``: it is replaced."""
+    """Why the loss of a rank of this fit restarts all ranks; ``None`` if the rank is replaced."""
     fit, trainer = session.fit, session.fit.trainer
     line = membership.current()
     if trainer.world_size == 1 and (line is None or len(line.slots) == 1):
         return "there is no other rank"
-    is_sharded = lightning_strategies.name_of(trainer.strategy) == "ModelParallelStrategy"  # all can go to a checkpoint
+    is_sharded = lightning_strategies.name_of(trainer.strategy) == "ModelParallelStrategy"  # all can use a checkpoint
     if not is_sharded and not lightning_strategies.replicates_state(trainer):
         return f"ranks of {type(trainer.strategy).__name__} do not all have the same state"
     if fit.index > 0 or len(_runs) > 1:
@@ -222,7 +222,7 @@ def why_not(session: FitSession) -> str | None:
     if (reason := DEFAULT.why_not(groups) or lightning_reentry.why_not(trainer)) is not None:
         return reason
     ddp = lightning_strategies.ddp_wrapper(trainer)
-    if ddp is not None and reduction_order.keeps_state(ddp):  # by which it may choose what it communicates next
+    if ddp is not None and reduction_order.keeps_state(ddp):  # it may affect what the hook communicates next
         return "a communication hook of DDP keeps a state, which a replacement would not have"
     if session.selector.local is None and not session.selector.uses_global:
         return "there is neither AutoResume nor LocalCheckpoint to go back to"
@@ -230,14 +230,14 @@ def why_not(session: FitSession) -> str | None:
 
 
 class Replaceability(Participant):
-    """Tells the supervisor whether a loss of another rank can be mended without a restart.
+    """Reports to the supervisor whether a lost rank can be replaced without a restart of all ranks.
 
     Args:
         fit: The fit.
 
     Attributes:
-        why_not: Why it cannot, after :meth:`begin`; ``None``: it can.
-        leaves: Whether all leave the fit at this boundary, since others come back.
+        why_not: Why it cannot, after :meth:`begin`; ``None`` if it can.
+        leaves: Whether all ranks leave the fit at this boundary, since other ranks come back.
     """
 
     def __init__(self, fit: FitContext) -> None:
@@ -251,17 +251,17 @@ class Replaceability(Participant):
 
     @property
     def is_possible(self) -> bool:
-        """Whether there is a supervisor that replaces ranks."""
+        """Whether this rank has a supervisor that replaces ranks."""
         return self._line is not None
 
     def begin(self, session: FitSession) -> None:
-        """The loops of the fit begin."""
+        """Called when the loops of the fit begin: reports whether ranks of this fit can be replaced."""
         if self._line is None:
             return
         trainer, is_first = self._fit.trainer, self._line.generation == 0
         module, hooks = self._fit.module, hooks_of(self._fit.module)
         before = _hooks_at_first.setdefault(module, hooks)
-        if hooks != before:  # it would compute something else than the ranks that are new
+        if hooks != before:  # it would compute something else than new ranks
             where = min((hooks - before) + (before - hooks)) or type(module).__name__
             _end_refused(self._line, f"entering the fit again has changed how many hooks {where} has")
         asked = trainer.is_global_zero and is_first and REPLACES_STRAGGLERS_VARIABLE in os.environ
@@ -272,13 +272,13 @@ class Replaceability(Participant):
             fewer = absent_ranks.why_not(trainer, len(self._line.slots), some_are_absent=True)
             group = max(1, lightning_strategies.group_size(trainer))
             if any(len(node) % group for node in self._line.nodes):
-                # Who goes on could lack a part of the state of which every copy is on the other nodes of a group.
+                # Ranks that continue could lack a part of the state, if all copies of it are on other nodes of a group.
                 fewer = fewer or "groups of ranks that share the state out spread over several nodes"
             if session.exact.places != trainer.world_size:
-                fewer = fewer or ""  # some are absent, and the data are divided already
+                fewer = fewer or ""  # some ranks are absent, and the data is divided already
             fewer = self._line.why_not_fewer if fewer is None else fewer
             self._judges_data = fewer is None
-            self._line.leave_together = self._ask_to_leave  # cut in the midst of a step, they would do it again
+            self._line.leave_together = self._ask_to_leave  # cut within a step, ranks would do it again
             tasks = lightning_loggers.why_others_cannot_log(trainer)
             self._ready = {"tasks": tasks or "", "group": group}
             self._say_ready(fewer)
@@ -298,9 +298,9 @@ class Replaceability(Participant):
                 )
 
     def before_training_data(self, loaders: Sequence[Any]) -> None:
-        """Only now it is known whether others can train on what a lost rank would.
+        """Judges whether other ranks can train on the data of a lost rank, which is known only now.
 
-        That is before :meth:`begin` where the module asks how many steps there will be, to configure its optimizers.
+        This is called before :meth:`begin` if the module asks for the number of steps to configure its optimizers.
         """
         self._loaders = loaders
         self._judge_data()
@@ -325,61 +325,61 @@ class Replaceability(Participant):
             self._fit.agreement.expect()
 
     def on_event(self, event: AgreedEvent) -> None:
-        """All leave at this boundary, when its state is noted."""
+        """Notes that all ranks leave at this boundary, as soon as its state is noted."""
         self.leaves |= event.kind == RANKS_COME_BACK
 
     def check(self) -> None:
-        """At a boundary: ends the fit if what the device has computed is arbitrary, since a rank is lost.
+        """Called at a boundary: ends the fit if a lost rank has made the results of the device arbitrary.
 
         Raises:
-            PeerLost: To be taken for the loss.
+            PeerLost: An error that counts as the loss of a rank.
         """
         DEFAULT.check_not_aborted()
 
     def check_members(self) -> None:
-        """At a boundary whose state is noted: ends the fit if another generation begins.
+        """Called at a boundary whose state is noted: ends the fit if another generation begins.
 
-        A rank that is alone has no peers whose connections would break. Where all have agreed to leave, others may have
-        heard of it before this one.
+        A single rank has no peers whose connections would break. If all ranks have agreed to leave, other ranks may
+        learn of the next generation before this one.
 
         Raises:
-            PeerLost: To be taken for the loss.
+            PeerLost: An error that counts as the loss of a rank.
         """
         line = self._line
         if line is not None and (line.is_over or (self.leaves and line.replacement(LOSS_CONFIRMED_WITHIN_S))):
             raise PeerLost("the ranks of this run have changed")
 
     def before_end(self) -> bool:
-        """Nobody needs to come back any more."""
+        """Reports that this rank has trained to the end: no rank needs to come back any more."""
         if self._line is not None and self.why_not is None:
             self._line.say("ready", fewer=self._line.why_not_fewer, has_trained=True, **self._ready)
         return False
 
     def end(self) -> None:
-        """They have ended."""
+        """Reports that the loops of the fit have ended."""
         if self._line is not None:
             self._line.leave_together = None
             self._line.say("done")
 
     def on_record(self, event: Event) -> None:
-        """There is a state to go back to."""
+        """Reports that a state exists from which ranks can resume."""
         if self._line is not None and isinstance(event, (Saved, Resumed, RestoredInPlace)):
             self._line.say_saved()
 
     def is_loss(self, error: BaseException) -> bool:
-        """Whether an error of the fit comes from the loss of a rank, which is being replaced."""
+        """Whether an error of the fit comes from the loss of a rank that is being replaced."""
         if self._line is None or not isinstance(error, Exception):
             return False
         return self._line.replacement_behind(error) is not None
 
     def check_has_state(self, has_state: bool) -> None:
-        """Ends this process if the ranks go back and there is nothing to go back to: only a new process is as new.
+        """Ends this process if it enters the fit again and no checkpoint exists: only a new process can begin anew.
 
         Args:
             has_state: Whether the ranks have found a checkpoint.
         """
         line = self._line
         if has_state or line is None or line.is_start or self._fit.index > 0:
-            return  # later fits are not entered again
+            return  # later fits cannot be entered again
         line.say_saved(is_usable=False)
         _end_refused(line, "no checkpoint that all ranks can verify")

@@ -66,19 +66,19 @@ class RegularSaves(Participant):
         self.due = True
 
     def at_boundary(self, step: int, may_save: Callable[[], bool]) -> None:
-        """Saves what is due."""
+        """Saves if a save is due."""
         if time.monotonic() >= self._next and not self._requested:
             self._requested = True
             self.session.fit.agreement.request(_SAVE, {"reason": "interval"}, Needs.CLEAN | Needs.TRAINING)
         reason = self._postponed or ("follows ModelCheckpoint" if self.due else "")
-        # Made up for if nothing could be saved at the very step.
+        # If the state could not be saved at the very step, a later boundary saves it.
         if not reason and (n := self._options.every_n_train_steps) is not None and step // n > self._saved_step // n:
             reason = "every_n_train_steps"
         if reason and may_save():
             self.save(reason)
 
     def batch_done(self) -> None:
-        """What is being copied is not changed by the hooks of the batch's end."""
+        """Waits for the copy in progress, so that hooks at the end of the batch cannot change its tensors."""
         self.session.saver.fence()
 
     def on_event(self, event: Event) -> None:

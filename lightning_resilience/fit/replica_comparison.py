@@ -1,4 +1,4 @@
-"""Compares the state of ranks that should hold the same, and rolls back where they differ."""
+"""Compares ranks that should hold the same state, and rolls back if they differ."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ class ReplicasDiverged(RuntimeError):
     """Ranks that should hold the same weights do not, and all allowed measures were taken.
 
     Attributes:
-        suspects_this_node: Why a launcher that can should go on without the node of this rank; empty: it need not.
+        suspects_this_node: Why a launcher that can should continue without the node of this rank; empty if it need not.
     """
 
     suspects_this_node = ""
 
 
 class ReplicaComparison(Participant):
-    """Compares the states of ranks that should be the same in one fit, and rolls back where they differ.
+    """Compares the states of ranks that should be equal in one fit, and rolls back if they differ.
 
     Args:
         session: The fit.
         max_rollbacks: Number of rollbacks for the same divergence, restarts included.
-        optional: Whether ranks that have never agreed turn the policy off, instead of an error.
+        optional: Whether ranks that have never agreed turn the policy off instead of raising an error.
     """
 
     def __init__(self, session: FitSession, max_rollbacks: int, optional: bool) -> None:
@@ -58,19 +58,19 @@ class ReplicaComparison(Participant):
         self._is_off = False
 
     def start(self) -> None:
-        """Starts to compare: what is compared exists only now."""
+        """Starts to compare: the tensors to compare exist only now."""
         session, trainer = self.session, self.session.fit.trainer
         self._parameters, _ = lightning_strategies.compared_parameters(trainer)
         if not self._parameters:
             session.fit.participants.withdraw(self)
-            if session.fit.rank == 0 and trainer.world_size > 1:  # that a single rank has none goes without saying
+            if session.fit.rank == 0 and trainer.world_size > 1:  # a single rank never has any
                 why = f"with {type(trainer.strategy).__name__}, as it is used here, ranks hold different states"
                 log.info("ReplicaCheck has no replicas to compare: %s.", why)
         elif session.fit.rank == 0:
             self._rollbacks = self._read()
 
     def digest(self) -> str:
-        """Of the parameters, and of what optimizers keep for them."""
+        """A digest of the parameters and of the optimizer state for them."""
         if self._is_off or not self._parameters:
             return ""
         return digest_of(map(local, lightning_strategies.trained_tensors(self.session.fit.trainer, self._parameters)))
@@ -83,11 +83,11 @@ class ReplicaComparison(Participant):
         self.session.fit.agreement.request(_DIVERGED, payload, Needs.CLEAN | Needs.TRAINING)
 
     def on_event_known(self, event: Event) -> None:
-        """Until then the state of no rank is that of the others."""
+        """Notes that replicas differ: until the rollback, a state that one rank holds does not count for all."""
         self.session.fit.replicas_differ |= event.kind == _DIVERGED
 
     def on_event(self, event: Event) -> None:
-        """Rolls back, unless that was done meanwhile."""
+        """Rolls back, unless that has been done since the request."""
         if event.kind == _DIVERGED and int(event.payload["asked_at"]) > self._answered:
             self._roll_back(Divergence(int(event.payload["step"]), tuple(map(tuple, event.payload["groups"]))))
 
@@ -98,7 +98,7 @@ class ReplicaComparison(Participant):
         return divergence is not None and not self._is_off
 
     def before_end(self) -> bool:
-        """There is no boundary any more at which the fit could go back."""
+        """Compares a last time: no boundary is left at which the fit could roll back."""
         if (divergence := self._compare()) is not None:
             times, have_agreed = self._count(divergence.step)
             why = "a restart continues from the newest checkpoint on which all ranks agreed"
@@ -137,14 +137,14 @@ class ReplicaComparison(Participant):
         self._log_rollback = log_rollback
 
     def after_rollback(self) -> None:
-        """Logs it."""
+        """Logs the rollback."""
         self.session.fit.replicas_differ = False
         if self.session.fit.rank == 0:
             self._log_rollback()
         self._log_rollback = lambda: None
 
     def _stay(self, divergence: Divergence, why: str, never_agreed: bool) -> None:
-        """The run does not roll back any more."""
+        """Ends the run, or turns the comparison off, when there is no further rollback."""
         if not never_agreed or not self._optional:
             self._end(divergence, why)
         # The script was not written for us: its ranks may differ on purpose.
@@ -167,7 +167,7 @@ class ReplicaComparison(Participant):
         raise diverged
 
     def _count(self, step: int) -> tuple[int, bool]:
-        """How many times the run has gone back because of this, now included; and whether ranks have ever agreed."""
+        """The number of rollbacks because of this divergence, with this one; and whether ranks have ever agreed."""
 
         def count() -> tuple[int, bool]:
             self._rollbacks.add(step)

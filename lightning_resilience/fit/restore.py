@@ -1,4 +1,4 @@
-"""Restores a fit from the chosen checkpoint, where Lightning restores its own."""
+"""Restores a fit from the chosen checkpoint, at the point where Lightning restores its own."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Restorer:
         """Restores the checkpoint to resume from, where Lightning would load one."""
         self.identity.check_model(explicit)
         self._record_outputs()
-        # A rank that is replaced may find a file that was not there when the others' fit began.
+        # A rank that is replaced may find a file that did not exist when the other ranks began the fit.
         if self.fit.from_rank_0(lambda: explicit is None or self.selector.is_of_failed_step(explicit)):
             explicit = None
         self.explicit = explicit
@@ -91,7 +91,7 @@ class Restorer:
                     if name in extra_state:
                         self._load_extra_state(name, value)
             elif self.fit.rank == 0 and LOGS in (kept := checkpoint[STATE_KEY]["ranks"][0].get("kept", {})):
-                self._load_extra_state(LOGS, kept[LOGS])  # the same log with any number of ranks
+                self._load_extra_state(LOGS, kept[LOGS])  # the log is the same with any number of ranks
             if not self._silenced:
                 self._silenced = True
                 lightning_progress.silence_resume_warning(self.fit.trainer, self.fit.patches)
@@ -117,12 +117,12 @@ class Restorer:
         try:
             self.exact.extra_state()[name].load_state_dict(value)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            # Perhaps of another version. State beside the training must not fail a resume.
+            # Perhaps written by another version. State besides the training state must not fail a resume.
             log.warning("Ignoring the saved state of %s: incompatible format (%s).", name, error)
 
     @contextmanager
     def restoring_training_state(self) -> Iterator[None]:
-        """Around Lightning's restoring of loops and optimizers."""
+        """Wraps Lightning's restoring of loops and optimizers."""
         with self.selector.restoring():
             self._before_training_state()
             yield
@@ -132,19 +132,19 @@ class Restorer:
         """Gives Lightning the checkpoint for loops and optimizers again; a search may have dropped it."""
         loaded = lightning_checkpoints.loaded_checkpoint(self.fit.trainer)
         if loaded and loaded is not self._checkpoint:
-            return  # of a search, which restores its own
-        self.identity.note_optimizers()  # of a strategy that makes them in a way of its own
+            return  # a search restores its own checkpoint
+        self.identity.note_optimizers()  # some strategies make them in a way of their own
         self.check_settings()
         if self._checkpoint is not None:
             if self._left_out:
                 left_out.complete_training_state(self.fit.trainer, self._checkpoint, self._left_out)
             lightning_checkpoints.set_loaded_checkpoint(self.fit.trainer, self._checkpoint)
             self._checkpoint = None
-            pruning.mask(self.fit.module, self._masks)  # optimizers exist, and DDP has wrapped it
+            pruning.mask(self.fit.module, self._masks)  # optimizers exist, and DDP has wrapped the module
             self._masks = {}
 
     def check_settings(self) -> None:
-        """Compares the settings when there are optimizers and training data, whichever come last."""
+        """Compares the settings as soon as both optimizers and training data exist."""
         loaders = lightning_data.train_loaders(self.fit.trainer)
         if loaders and self.identity.knows_optimizers:
             self.identity.check_settings(loaders)

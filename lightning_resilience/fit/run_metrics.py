@@ -1,6 +1,6 @@
-"""How the run does, in the loggers of its fits: scalars in all of them, a page in Weights & Biases.
+"""Metrics of the run in the loggers of its fits: scalars in all loggers, a page in Weights & Biases.
 
-What was before this process is folded from the ledger once, when training begins; from then on the account of this
+What happened before this process is folded from the ledger once, when training begins. From then on the account of this
 process is added (:mod:`~.run.time_account`), as if all ranks spent their time as rank 0 does. So no step reads a file
 or asks another rank, and only steps that Lightning logs cost anything.
 """
@@ -58,7 +58,7 @@ _ALERTS = {
 
 
 class RunMetrics(Participant):
-    """Gives the loggers of a fit what is known of its run; on rank 0.
+    """Gives the loggers of a fit the metrics of its run; on rank 0.
 
     Args:
         fit: The fit.
@@ -67,7 +67,7 @@ class RunMetrics(Participant):
     def __init__(self, fit: FitContext) -> None:
         self._fit = fit
         self._before: dict[str, float] | None = None
-        """Seconds of a rank by category, without those in this process's account."""
+        """Seconds of a rank by category, without the seconds in this process's account."""
         self._interruptions: list[dict[str, Any]] = []
         self._steps_redone = 0
         self._restored_step = 0
@@ -106,9 +106,9 @@ class RunMetrics(Participant):
 
     def _scalars_if_due(self) -> dict[str, float]:
         now = time.monotonic()
-        if now < self._logged_at + _EVERY_S:  # where every step is logged, a dozen scalars would be slow
+        if now < self._logged_at + _EVERY_S:  # if every step is logged, a dozen scalars would be slow
             return {}
-        self._logged_at = math.inf  # if it fails, not again
+        self._logged_at = math.inf  # after a failure, no further attempt
         found: dict[str, float] = {}
         with _harmless(_NO_SCALARS):
             found = self._scalars()
@@ -130,7 +130,7 @@ class RunMetrics(Participant):
         return {f"{PREFIX}/{name}": float(value) for name, value in found.items()}
 
     def _seconds(self) -> dict[str, float]:
-        """Seconds of a rank by category, of the run until now."""
+        """Seconds of a rank by category, from the start of the run until now."""
         assert self._before is not None
         seconds = dict(self._before)
         for name, value in _until_now(self._fit.time.read()).items():
@@ -140,7 +140,7 @@ class RunMetrics(Participant):
     # -- events --------------------------------------------------------------------------------------------------------
 
     def on_record(self, event: Event) -> None:
-        """Counts it, and has W&B send an alert."""
+        """Counts an event, and has W&B send an alert if it deserves one."""
         if self._before is None:
             return
         self._note(event)
@@ -160,13 +160,13 @@ class RunMetrics(Participant):
                 self._saves |= {name: value for name, value in figures.items() if value is not None}
             case RestoredInPlace(step=int(step)):
                 self._restored_step = self._saves["last_save_step"] = step
-            case Rollback(step=int(step)):  # recorded after what it has restored
+            case Rollback(step=int(step)):  # recorded after the restored checkpoint
                 self._steps_redone += max(0, step - self._restored_step)
 
     def _alert_of_interruptions(self, events: Sequence[Event]) -> None:
-        """Those since the last start of a fit: each once."""
+        """Alerts about the interruptions since the last start of a fit, so that each one is reported once."""
         starts = [event.time for event in events if isinstance(event, (Fresh, Resumed))]
-        last = starts[-2] if len(starts) > 1 else -math.inf  # the last one is this one
+        last = starts[-2] if len(starts) > 1 else -math.inf  # the last start is this one
         new = [each for each in self._interruptions if each["time"] > last]
         if new:
             times = f"{len(new)} interruptions" if len(new) > 1 else "an interruption"
@@ -180,7 +180,7 @@ class RunMetrics(Participant):
     # -- the end -------------------------------------------------------------------------------------------------------
 
     def leave(self) -> None:
-        """The run's summary in W&B gets the last state; it alerts if the run has given up."""
+        """Gives the summary of the run in W&B its last state; alerts if the run has given up."""
         fit = self._fit
         if self._before is None:
             return
@@ -194,7 +194,7 @@ class RunMetrics(Participant):
 
 @contextmanager
 def _harmless(consequence: str) -> Iterator[None]:
-    """What is shown of a training does not end it."""
+    """Logs exceptions instead of raising them: showing a training must not end it."""
     try:
         yield
     except Exception:
@@ -204,12 +204,12 @@ def _harmless(consequence: str) -> Iterator[None]:
 def account_until_now(
     events: Sequence[Event], running: Iterable[TimeSpent], own: TimeSpent, is_launched: bool
 ) -> Goodput:
-    """The account of a run that goes on.
+    """The account of a run that is still running.
 
     Args:
-        events: Its ledger.
-        running: What was kept of ranks that run, these or others (:func:`~.time_account.kept`).
-        own: What these ranks have spent until now.
+        events: The events of its ledger.
+        running: The kept accounts of ranks that are running, these or others (:func:`~.time_account.kept`).
+        own: The time that these ranks have spent until now.
         is_launched: Whether these ranks are launched workers, whose watchdog began before their fit, with a token of
             its own.
     """
@@ -222,7 +222,7 @@ def account_until_now(
 
 
 def _until_now(spent: time_account.Spent) -> dict[str, float]:
-    """Seconds by category, with those since it went on to what it does; a step in which the fit fails is detection."""
+    """Seconds by category, including the present activity; a step in which the fit fails counts as detection."""
     seconds: dict[str, float] = dict(spent.seconds.items())
     seconds[spent.doing] += time.monotonic() - spent.since
     seconds["detection"] = seconds.pop("unfinished_step")

@@ -80,19 +80,19 @@ _LAST_SAVE_S = 120.0  # for a write in progress when a fit ends
 
 @dataclass(frozen=True)
 class _Collected:
-    """The state of a boundary.
+    """The state of a boundary, as collected from all ranks.
 
     Args:
-        checkpoint: Lightning's, without the shards that every rank writes itself.
+        checkpoint: Lightning's checkpoint, without the shards that every rank writes itself.
         own: The state that differs between ranks.
-        given: What all ranks have gathered of it.
+        given: What each rank has given of its own state, as all ranks have gathered it.
         writes: Whether this rank writes the checkpoint.
         draft: The shards of this rank, if it writes any.
         plan: Whether the shards must be planned anew.
         written: The temporary directory of the shards.
         is_busy: Whether a rank is still writing the previous checkpoint.
         no_memory: Why a rank has no memory for a copy.
-        digests: A digest by rank of the state that is equal on all ranks.
+        digests: By rank, a digest of the state that should be equal on all ranks.
     """
 
     checkpoint: Entries
@@ -107,7 +107,7 @@ class _Collected:
     digests: list[str]
 
     def complete(self, checkpoint: dict[str, Any], left_out: list[str]) -> dict[str, Any]:
-        """Adds the own state of all ranks to ``checkpoint``, and what it lacks to ``left_out``.
+        """Adds the own state of all ranks to ``checkpoint``, and the names of missing parts to ``left_out``.
 
         Raises:
             RuntimeError: If the state of another rank has not arrived.
@@ -119,7 +119,7 @@ class _Collected:
 
 
 class SaidSaves:
-    """Which saves are logged: the first, then one a minute at most, and each that takes much longer than that one."""
+    """Chooses which saves are logged: the first, then at most one a minute, and each one much slower than that one."""
 
     def __init__(self) -> None:
         self._next_at = -math.inf
@@ -127,14 +127,14 @@ class SaidSaves:
         self._last_s = math.inf
 
     def line(self, step: int, path: Path, seconds: float, reason: str, now: float) -> str | None:
-        """What is logged of a save; ``None``: nothing.
+        """The log line of a save; ``None`` if it is not logged.
 
         Args:
-            step: Its step.
-            path: Of the checkpoint.
-            seconds: How long it took.
-            reason: What has asked for it.
-            now: In seconds of any clock.
+            step: The step of the save.
+            path: The path of the checkpoint.
+            seconds: How many seconds the save took.
+            reason: Why the state was saved.
+            now: The present time in seconds, of any clock.
         """
         is_slow = seconds > max(_SLOW_S, _SLOW_FACTOR * self._last_s)
         if now < self._next_at and not is_slow:
@@ -147,12 +147,12 @@ class SaidSaves:
 
 
 class Saver:
-    """Saves for one fit.
+    """Saves the state of one fit.
 
     Attributes:
         is_dumping: Whether Lightning is collecting the state for one of the run's own checkpoints.
-        has_saved_async: Whether a checkpoint of this fit was written in the background: its duration says nothing about
-            a save that blocks the training.
+        has_saved_async: Whether a checkpoint of this fit was written in the background: its duration does not show how
+            long a save blocks the training.
     """
 
     def __init__(self, fit: FitContext, exact: ExactState) -> None:
@@ -172,7 +172,7 @@ class Saver:
 
     @contextmanager
     def dumping(self) -> Iterator[None]:
-        """Around hooks of a save that are not called for a checkpoint of the user."""
+        """Marks hooks of a save as not called for a checkpoint of the user."""
         self.is_dumping = True
         try:
             yield
@@ -187,7 +187,7 @@ class Saver:
             final: Whether the fit has ended.
 
         Returns:
-            The checkpoint; ``None`` if it could not be written: the run continues with the older ones.
+            The checkpoint; ``None`` if it was not saved, and the run continues with the older ones.
         """
         self._begins()
         with self._fit.saving():
@@ -207,7 +207,7 @@ class Saver:
     def save_async(self, reason: str, published: Callable[[], None], lost: Callable[[], None]) -> None:
         """Like :meth:`save`, but the checkpoint is written in the background. A collective.
 
-        Skipped while the previous checkpoint is still being written. The training waits for the save where there is no
+        Skipped while the previous checkpoint is still being written. The training waits for the save if there is no
         memory for a copy of the state, and with custom strategies whose ranks write together.
 
         Args:
@@ -342,13 +342,13 @@ class Saver:
         return self._background
 
     def _memory_problem(self) -> str | None:
-        """Why there is no memory for a copy of what this rank writes."""
+        """Why there is no memory for a copy of what this rank writes; ``None`` if there is."""
         trainer = self._fit.trainer
         shares = lightning_strategies.traits_of(trainer.strategy).shards_under is not None
         if not shares and self._fit.rank > 0:
             return None  # it copies nothing
         live = {id(tensor): local(tensor).nbytes for tensor in lightning_strategies.live_tensors(trainer)}
-        # The ranks of a node copy at the same time. A tenth more, for what is written but not on disk yet.
+        # The ranks of a node copy at the same time. A tenth more, for data that is written but not on disk yet.
         needed = sum(live.values()) * (trainer.num_devices if shares else 1) * 11 // 10
         room = memory_left()
         if needed <= room.nbytes:
@@ -366,7 +366,7 @@ class Saver:
         return _PATIENCE * (lightning_strategies.collective_timeout(self._fit.trainer) or _COLLECTIVE_TIMEOUT_S)
 
     def fence(self) -> None:
-        """The training is about to change what a snapshot takes for stable."""
+        """Called before the training changes tensors that a snapshot takes for stable."""
         if self._background is not None:
             self._background.fence()
 
@@ -390,8 +390,8 @@ class Saver:
     def waits(self) -> bool:
         """Whether a due save must wait because the last steps of a rank were bad. A collective.
 
-        ``saves_paused`` may be read before the verdict about a step is known. A save before that verdict removes an
-        older checkpoint, perhaps the last one from before the bad steps.
+        ``saves_paused`` may be read before the verdict about a step is known. A save before that verdict would remove
+        an older checkpoint, perhaps the last one from before the bad steps.
         """
         asked = self._fit.participants.implement(Participant.looks_bad)
         return bool(asked) and any(self._fit.gather(any(looks_bad() for looks_bad in asked)))
@@ -414,7 +414,7 @@ class Saver:
         except Exception as error:  # the other ranks wait in the collective below
             log.debug("The state could not be checked", exc_info=True)
             problem = f"rank {self._fit.rank}: it could not be checked ({type(error).__name__}: {error})"
-        everywhere = [problem] if self._fit.failing else self._fit.gather(problem)  # failing: the others may be gone
+        everywhere = [problem] if self._fit.failing else self._fit.gather(problem)  # failing: others may have ended
         problems = [each for each in everywhere if each is not None]
         if problems and self._fit.rank == 0:
             log.error("The state of step %d is not saved in %s: %s.", self._step, path, problems[0])
@@ -424,7 +424,7 @@ class Saver:
         return not problems
 
     def compare(self) -> Divergence | None:
-        """Compares the replicated state of all ranks, where they hold the same. A collective."""
+        """Compares the replicated state of all ranks, where they should hold the same. A collective."""
         if not self._fit.participants.ranks_agree():
             return None
         return self._divergence(self._fit.gather(self._digest()))
@@ -499,7 +499,7 @@ class Saver:
         except Exception as error:
             log.debug("The state could not be collected", exc_info=True)
             problem = f"rank {fit.rank}: {type(error).__name__}: {error}"
-        # Rank 0 writes them, or all ranks if the strategy is unknown.
+        # Rank 0 writes the own state of all ranks; if the strategy is unknown, all ranks do.
         is_first, by_all = fit.rank == 0, not traits.can_save_async
         first = None if by_all else trainer.strategy.broadcast(own.digests() if is_first else None)
         met = fit.gather(
@@ -579,7 +579,7 @@ class Saver:
             outcome = _outcome_of(write)
         elif trainer.is_global_zero:
             outcome = self._write_file(checkpoint, path, self._step)
-        if self._shards is None:  # every rank must know whether the checkpoint is published before it goes on
+        if self._shards is None:  # every rank must know whether it is published before it continues
             outcome = trainer.strategy.broadcast(outcome)
         self._report(outcome, self._step, path, reason, started, left_out)
         return path if outcome.how == "published" else None
@@ -648,7 +648,7 @@ class Saver:
                 checkpoint.get("callbacks", {}).pop(name, None)
             structure, tensors, _ = pack([_entries(checkpoint), _own_entries(self._exact.own_state(True))])
             return f"{digest_of(tensors)} {hashlib.sha256(json.dumps(structure).encode()).hexdigest()}"
-        except Exception:  # of a hook of the user: the save reports it
+        except Exception:  # in a user's hook: the save reports it
             log.debug("The state could not be collected", exc_info=True)
             return uuid.uuid4().hex  # equal to no other
 
@@ -663,7 +663,7 @@ class Saver:
 
 
 def _check_readable(path: Path) -> None:
-    """Removes the checkpoint of a strategy if a resume would refuse it, or a safe load cannot read it."""
+    """Removes a strategy's checkpoint, and raises, if a resume would refuse it or a safe load cannot read it."""
     try:
         if path.is_dir():
             dcp.check(path, lambda name: True)
@@ -681,7 +681,7 @@ def _failed(error: Exception) -> Outcome:
 def _outcome_of(write: Callable[[], object]) -> Outcome:
     try:
         write()
-    except SystemExit as error:  # StaleAttempt, also that of rank 0
+    except SystemExit as error:  # StaleAttempt, also raised by rank 0
         return Outcome("stale", str(error))
     except PeerLost:
         return OF_OTHERS
@@ -690,11 +690,11 @@ def _outcome_of(write: Callable[[], object]) -> Outcome:
     return Outcome("published")
 
 
-# Entries that are kept or left out one by one: those that a load asks for by name.
+# Entries are kept or left out one by one: they are values that a load asks for by name.
 
 
 def _entries(checkpoint: dict[str, Any]) -> Entries:
-    """A checkpoint of Lightning, with an entry for every state of a callback, a layer, a parameter, ..."""
+    """A Lightning checkpoint, with an entry for every state of a callback, a layer, a parameter, ..."""
     known: dict[str, Callable[[Any], Any]] = {
         "callbacks": Entries,
         "state_dict": lambda state: Entries(_contents(state)),
@@ -727,7 +727,7 @@ def _loop_entries(state: Any) -> Any:
 
 
 def _own_entries(state: dict[str, Any]) -> Entries:
-    """See :meth:`.ExactState.own_state`."""
+    """The own state of a rank as entries; see :meth:`.ExactState.own_state`."""
     metrics = {name: Entries(each) for name, each in state["metrics"].items()}
     metrics["latest"] = Entries({name: Entries(each) for name, each in state["metrics"]["latest"].items()})
     absent = Entries({rank: _own_entries(each) for rank, each in state["absent"].items()})
@@ -735,11 +735,11 @@ def _own_entries(state: dict[str, Any]) -> Entries:
 
 
 def _sharded_entries(checkpoint: dict[str, Any], under: str) -> tuple[Entries, list[str]]:
-    """Removes from ``checkpoint`` what every rank writes as shards, under Lightning's names; the module's is ``under``.
+    """Takes the states that every rank writes as shards out of ``checkpoint``; ``under`` names those of the module.
 
     Returns:
-        The shards, and the names of values that cannot be in them: a load finds values by their path, so none may be
-        rewritten.
+        The shards, under Lightning's names; and the names of values that cannot be in shards: a load finds values by
+        their path, so none may be rewritten.
     """
     left_out: list[str] = []
 
@@ -764,10 +764,10 @@ def _sharded_entries(checkpoint: dict[str, Any], under: str) -> tuple[Entries, l
 
 
 def _contents(state: Any) -> Any:
-    """Converts tensors of subclasses to plain ones: they are loaded into live ones.
+    """Converts tensors of subclasses to plain tensors: a load copies them into live tensors.
 
     Raises:
-        TypeError: If one cannot be saved: a resume must not continue with other weights.
+        TypeError: If a tensor cannot be saved: a resume must not continue with other weights.
     """
     if not isinstance(state, Mapping):
         return state

@@ -69,16 +69,16 @@ class FitSession:
     Args:
         trainer: The Trainer, in the ``setup`` of its fit.
         module: The module that is fitted.
-        run_dir: The run directory; default: that of the launcher, else ``resilience`` in the Trainer's
+        run_dir: The run directory; default: the launcher's, or without a launcher ``resilience`` in the Trainer's
             ``default_root_dir``.
 
     Attributes:
         fit: The run directory of the fit, its ranks and ledger.
-        outcome: How the fit has ended before.
-        exact: What an exact resume needs beside Lightning's own state.
+        outcome: The outcome of the fit, also of earlier attempts.
+        exact: What an exact resume needs besides Lightning's own state.
         saver: Saves checkpoints.
         selector: Chooses the checkpoint to resume from.
-        last_boundary: Knows the state of the last boundary, with ``launch --elastic``.
+        last_boundary: Notes and saves the state of the last boundary; ``None`` without ``launch --elastic``.
     """
 
     def __init__(self, trainer: Trainer, module: LightningModule, run_dir: str | os.PathLike[str] | None) -> None:
@@ -101,9 +101,9 @@ class FitSession:
         self.members: list[Any] = []
         """The callbacks that take part."""
         self.interrupted_by: Callable[[], BaseException | None] = lambda: None
-        """A weak reference to the exception that has stopped the fit in order."""
+        """Returns the exception that has stopped the fit in order, if it still exists (a weak reference)."""
         self.when_left: Callable[[], None] = lambda: None
-        """What is called last, when everything is released."""
+        """Called last, when everything is released."""
         self._has_restored = False
         self.has_left = False
         self._guarded: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
@@ -116,7 +116,7 @@ class FitSession:
         self._in_batch = False
         self._train_apart = False
         self._unwatched: rank_probe.RankProbe | None = None
-        """The launcher's probe of this rank, where no participant has one."""
+        """The launcher's probe of this rank, if no participant has one."""
         self._own_account = OwnAccount(fit)
         if trainer.local_rank == 0:
             record_killed(fit)
@@ -144,7 +144,7 @@ class FitSession:
     # -- the start -----------------------------------------------------------------------------------------------------
 
     def _restore(self, explicit: str | None, weights_only: bool | None) -> None:
-        if self._is_search():  # which restores what it has found
+        if self._is_search():  # a search restores its own checkpoint
             found = lightning_checkpoints.load_checkpoint(self.fit.trainer, explicit, weights_only)
             lightning_checkpoints.restore_checkpoint(self.fit.trainer, explicit, found)
         else:
@@ -192,10 +192,10 @@ class FitSession:
         self._running = True
         fit = self.fit
         if fit.progress is None and (launched := rank_probe.probe_of_worker()) is not None:
-            fit.time.close()  # its watchdog, which ends when all ranks have left, records no more
+            fit.time.close()  # the watchdog, which ends when all ranks have left, records no more
             launched.progress.enter("left")  # no participant reports sections
             self._unwatched = launched
-        if not fit.has_rolled_back and not fit.time.is_shared:  # else a watchdog records it
+        if not fit.has_rolled_back and not fit.time.is_shared:  # otherwise a watchdog records it
             self._own_account.keep()
         fit.patience = Patience(fit.advanced)
         self.selector.begin()
@@ -221,7 +221,7 @@ class FitSession:
         fit.time.begin_training(reached, self._splits_steps)
 
     def _install_in_steps(self) -> None:
-        """Installs what happens within a batch, where somebody does something there: each costs a step microseconds."""
+        """Installs calls within a batch, if a participant implements them: each costs a step microseconds."""
         trainer, patches, calls = self.fit.trainer, self.fit.patches, self.fit.participants.in_step()
         ready = self._batch_ready if calls.batch_ready else None
         begins = self._batch_begins if calls.batch_begins else None
@@ -233,7 +233,7 @@ class FitSession:
 
     @property
     def _splits_steps(self) -> bool:
-        """Whether the time of a step is that of the host."""
+        """Whether the time of a step is the time of the host."""
         return bool(self.fit.trainer.strategy.root_device.type == "cpu")
 
     def start_sanity_check(self) -> None:
@@ -302,7 +302,7 @@ class FitSession:
                 at_boundary(step, self._may_save)
             self.saver.at_boundary()
         except Exception:
-            # A rank is lost, perhaps: others that were faster than this one have noted this boundary.
+            # Perhaps a rank was lost: other ranks that were faster than this one have noted this boundary.
             if last_boundary is not None:
                 last_boundary.before_save()
             raise
@@ -314,7 +314,7 @@ class FitSession:
             if skips_batch():
                 before = self.exact.get_random_state()
                 lightning_loops.skip_batch(fit.trainer)
-                self.exact.set_random_state(before)  # as if it had never been there, for this process
+                self.exact.set_random_state(before)  # as if this process had never had the batch
                 return False
         for before_batch in calls.before_batch:
             before_batch()
@@ -328,7 +328,7 @@ class FitSession:
         return True
 
     def _batch_ready(self) -> None:
-        if self._in_batch:  # else it is one of a search
+        if self._in_batch:  # otherwise it is a batch of a search
             for batch_ready in self.fit.participants.in_step().batch_ready:
                 batch_ready()
 
@@ -356,7 +356,7 @@ class FitSession:
 
     def _end_of_epoch(self) -> None:
         if self._is_training:
-            would_agree = self.fit.participants.ranks_agree()  # also if the epoch went on
+            would_agree = self.fit.participants.ranks_agree()  # also if the epoch continued
             for at_end_of_epoch in self.fit.participants.implement(Participant.at_end_of_epoch):
                 at_end_of_epoch()
             self.fit.time.enter(time_account.CALLBACKS)
@@ -387,7 +387,7 @@ class FitSession:
             self._leave_evaluation()
 
     def _leave_evaluation(self) -> None:
-        """One without batches has no end to be called at."""
+        """Ends an evaluation; also called for one without batches, which has no end of its own."""
         if self._is_training and self.exact.before_evaluation is not None:
             self.exact.evaluation_ends()
             if not self.fit.trainer.sanity_checking:
@@ -397,7 +397,7 @@ class FitSession:
     def _boundary_in_evaluation(self, position: agreement_protocol.Position) -> None:
         self.replaceability.check()
         self.fit.stand_at("setup" if self.fit.trainer.sanity_checking else "validation", position)
-        # In the sanity check there is nothing to save, and the first training boundary follows soon.
+        # In the sanity check there is no state to save, and the first training boundary follows soon.
         clean = not self.fit.trainer.sanity_checking and lightning_progress.accumulation_window_complete(
             self.fit.trainer
         )
@@ -405,7 +405,7 @@ class FitSession:
             self._act(event, in_evaluation=True)
 
     def _act(self, event: Event, in_evaluation: bool = False) -> None:
-        # Ranks that train apart may be a long way apart, and this one is not stuck.
+        # Ranks that train independently may be far apart, and a rank that waits is not stuck.
         self.fit.agreement.arrive(event, self.fit.advanced if self._train_apart else lambda: None)
         saves_in_evaluation = in_evaluation and bool(event.needs & Needs.CLEAN)
         if saves_in_evaluation and any(self.fit.gather(self.exact.evaluation_has_changed_weights())):
@@ -421,11 +421,11 @@ class FitSession:
     def rollback(self, until: int, otherwise: Callable[[], None], only_global: bool = False) -> None:
         """Rolls the fit back to its newest checkpoint that verifies, without a restart.
 
-        To be called by all ranks in ``on_event``; other events of the boundary are handled first.
+        All ranks must call this in ``on_event``; other events of the boundary are handled first.
 
         Args:
             until: The largest ``trainer.global_step`` of that checkpoint.
-            otherwise: Called on all ranks if there is none.
+            otherwise: Called on all ranks if no such checkpoint exists.
             only_global: Whether to ignore local checkpoints.
         """
         self._rollback_request = until, otherwise, only_global
@@ -449,7 +449,7 @@ class FitSession:
             raise _Rollback(choice)
 
     def _run(self, loop: Callable[[], None]) -> None:
-        begun = self.exact.get_random_state()  # with which a new process creates its loaders
+        begun = self.exact.get_random_state()  # a new process creates its loaders with it
         self.replaceability.begin(self)
         while True:
             try:
@@ -458,7 +458,7 @@ class FitSession:
             except _Rollback as rollback:
                 choice = rollback.choice
             except signals.Interrupted:
-                self.replaceability.end()  # who comes back now comes too late
+                self.replaceability.end()  # a rank that comes back now is too late
                 raise
             except StaleAttempt:
                 raise
@@ -496,12 +496,12 @@ class FitSession:
             self._ending.before_train_end()
 
     def _complete(self) -> None:
-        if self._is_training:  # else it is the loop of a search
+        if self._is_training:  # otherwise it is the loop of a search
             self._ending.complete()
             self._running = False
 
     def fail(self, exception: BaseException) -> None:
-        """Called in ``on_exception``: tells the other ranks, writes the outcome and leaves."""
+        """Called in ``on_exception``: notifies the other ranks, writes the outcome and leaves."""
         if os.getpid() != self._pid:
             return  # a forked child must not act for its parent
         self.fit.failing = True
@@ -520,7 +520,7 @@ class FitSession:
     def _record_failure(self, exception: BaseException) -> None:
         kind = type(exception).__name__
         reason = f"{kind}: {exception}"
-        # An OSError is that of another connection, such as one to storage.
+        # An OSError comes from another connection, such as one to storage.
         self.fit.peer_is_lost = says_peer_is_lost(reason) and not isinstance(exception, OSError)
         # A launch counts faults; without one, a refused run is unchanged.
         is_refused = isinstance(exception, AnotherFit) and RUN_DIR_VARIABLE not in os.environ
@@ -544,7 +544,7 @@ class FitSession:
         fit.time.end_fit(fit.failing)
         with ExitStack() as steps:  # in reverse order, also if one raises
             steps.callback(lambda: self.when_left())
-            if self._own_account.is_kept or not fit.time.is_shared:  # else the watchdog records it
+            if self._own_account.is_kept or not fit.time.is_shared:  # otherwise the watchdog records it
                 steps.callback(self._own_account.record)
             if fit.rank == 0:
                 steps.callback(fit.run.left)
@@ -579,7 +579,7 @@ class FitSession:
 
 
 def _each(methods: Sequence[Callable[[], None]]) -> None:
-    """Calls all in order, also if one raises."""
+    """Calls all methods in order, also if one raises."""
     with ExitStack() as calls:
         for method in reversed(methods):
             calls.callback(method)

@@ -1,4 +1,4 @@
-"""A signal stops a fit in order: all ranks save and stop between the same two batches."""
+"""Stops a fit after a signal: all ranks save and stop between the same two batches."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class StopOnSignal(Participant):
         self._listener = listener
         self._release = release
         self._before_s = listener.grace_period_s
-        if self._asks_for_time:  # that of a launch has been given its own time
+        if self._asks_for_time:  # a launch has set its own time
             listener.grace_period_s = min(self._before_s, grace_period_s or math.inf)
         # The terminal may close with the signal or before it: a progress bar must not end the run.
         is_launched = RUN_DIR_VARIABLE in os.environ  # the launcher handles progress bars of all ranks
@@ -97,7 +97,7 @@ class StopOnSignal(Participant):
         """Starts the grace period of this rank."""
         if event.kind == _PREEMPT:
             if self._line is not None:
-                self._line.is_stopping = True  # if a rank is lost before all stop, the fit that follows does
+                self._line.is_stopping = True  # if a rank is lost before the stop, the next start of the fit stops
             self._listener.start_grace_period()
             for hurry in self.session.fit.participants.implement(Participant.hurry):
                 hurry(self._listener.seconds_left)
@@ -108,13 +108,13 @@ class StopOnSignal(Participant):
             return
         session, trainer = self.session, self.session.fit.trainer
         is_first, step = trainer.is_global_zero, trainer.global_step
-        is_bad = session.saver.waits()  # a resume would not judge again what is saved now
+        is_bad = session.saver.waits()  # a resume would not judge the saved steps again
         if is_first:
             log.info("Preemption detected, saving checkpoint and exiting")  # NeMo's words
         local = session.fit.participants.implement(Participant.save_locally)
         resumes = session.selector.uses_global or (is_bad and bool(local))
         if local and not is_bad:
-            # Without AutoResume nothing else is resumed from.
+            # Without AutoResume, a resume uses only local checkpoints.
             first = not resumes or trainer.strategy.broadcast(is_first and self._is_short_of_time())
             if first and local[0]("preemption", _LOCAL_SHARE * self._listener.seconds_left):
                 resumes = True
@@ -153,7 +153,7 @@ class StopOnSignal(Participant):
             self._release()
 
     def _decide_about_late_signal(self) -> None:
-        """Has the previous handler do so: it came too late for this fit."""
+        """Has the previous handler act on a signal that came too late for this fit."""
         received = self._listener.received
         if received is None or received in self._listener.returned or signals.installed() is not None:
             return
@@ -163,8 +163,8 @@ class StopOnSignal(Participant):
     def _on_signal(self, signum: signal.Signals) -> None:
         if self._line is None or not self._line.is_told_who_stops or signum not in (signal.SIGTERM, signal.SIGINT):
             return self._request(signum)
-        self._listener.await_another()  # that of the launch
-        # It outlasts this fit: if another rank is lost meanwhile, the stop is for the fit that follows.
+        self._listener.await_another()  # the signal of the launch
+        # The timer outlasts this fit: if another rank is lost meanwhile, the next start of the fit stops.
         timer = threading.Timer(STOP_IS_DECIDED_WITHIN_S, self._line.stop_if_untold)
         timer.daemon = True
         timer.start()
@@ -175,7 +175,7 @@ class StopOnSignal(Participant):
         fit.ledger.record(SignalReceived(fit=fit.index, signum=int(signum)))
 
     def _end_now(self, reason: str) -> None:
-        """The process ends without a stop in order."""
+        """Records that the process ends without an orderly stop."""
         self.session.fit.ledger.record(FitInterrupted(fit=self.session.fit.index, reason=reason))
         self.session.outcome.write("interrupted", reason)
 

@@ -1,4 +1,4 @@
-"""Compares the step times of all ranks now and then, and ends slow ranks, or the run because of them, if it may."""
+"""Straggler reports: compare the step times of all ranks, and may end slow ranks, or the run because of them."""
 
 from __future__ import annotations
 
@@ -62,10 +62,10 @@ _REPORT = "straggler report"
 _STOP = "stop for stragglers"
 _REPLACE = "replace stragglers"
 _STATE_KEY = "stragglers"
-_MIN_STEPS = 10  # in a report: what is typical of less is noise
+_MIN_STEPS = 10  # in a report: typical times of fewer steps are noise
 _ENDS_AFTER = 2  # reports in a row: one may have met a moment of the script's own work
 _SAVES_WITHIN_S = 60.0
-_MAX_NAMED = 100  # that are named in one line or event
+_MAX_NAMED = 100  # ranks that are named in one line or event
 
 
 @dataclass(frozen=True)
@@ -86,13 +86,14 @@ class StragglerOptions:
 
 
 class StragglersFound(SystemExit):
-    """The run ends, saved, because of ranks that are too slow; it can go on without their nodes.
+    """The run ends, saved, because some ranks are too slow; it can continue without their nodes.
 
-    With exit code 1, as NeMo's. ``launch`` restarts the workers, with NVRx's launcher and several nodes without those.
+    The exit code is 1, as NeMo's. ``launch`` restarts the workers; with NVRx's launcher and several nodes, without the
+    nodes of these ranks.
 
     Attributes:
         reason: Which ranks, where they run, and how slow they are.
-        suspects_this_node: Why a launcher that can should go on without the node of this rank; empty: it need not.
+        suspects_this_node: Why a launcher that can should continue without the node of this rank; empty if it need not.
     """
 
     def __init__(self, reason: str, suspects_this_node: str = "") -> None:
@@ -105,11 +106,11 @@ class StragglersFound(SystemExit):
 
 
 class StragglerReports(Participant):
-    """Measures the steps of one fit, compares the ranks now and then, and ends the run because of slow ones.
+    """Measures the steps of one fit, compares the ranks at intervals, and ends the run because of slow ones.
 
     Args:
         session: The fit.
-        options: Those of the callback.
+        options: The options of the callback.
         on_report: Called on rank 0 with every report.
     """
 
@@ -141,7 +142,7 @@ class StragglerReports(Participant):
         self._panels = wandb_panels.Panels()
         self._stopped_for: set[str] = set()
         self._replaced: set[tuple[int, str]] = set()
-        self._makes_room_behind = math.inf  # this step: then no rank is in the agreement any more
+        self._makes_room_behind = math.inf  # after this step no rank is in the agreement
         self._leaves = False
         self._logged: set[str] = set()
         self._due = math.inf
@@ -188,7 +189,7 @@ class StragglerReports(Participant):
         return profiler
 
     def start(self) -> None:
-        """The training begins."""
+        """Called when training begins: reads which stragglers were acted on before, and starts the clock."""
         session, trainer = self.session, self.session.fit.trainer
         if trainer.world_size > 1:
             self._comm_wait.start()
@@ -201,7 +202,7 @@ class StragglerReports(Participant):
             self._due = time.monotonic() + self._options.report_time_interval
 
     def leave(self) -> None:
-        """The fit has ended."""
+        """Called when the fit has ended."""
         self._comm_wait.stop()
         if self._profiler is not None:
             self._profiler.close()
@@ -209,11 +210,11 @@ class StragglerReports(Participant):
     # -- every step ----------------------------------------------------------------------------------------------------
 
     def before_batch(self) -> None:
-        """A step begins, whose state was noted; see :mod:`.last_boundary`."""
+        """Called when a step begins and its state was noted; see :mod:`.last_boundary`."""
         if self._leaves:
             self._make_room()
         if self._is_cold:
-            self._is_cold = False  # the first step is slow in its own way
+            self._is_cold = False  # the first step is always slower
             self._period = None
         else:
             if self._period is None:
@@ -223,35 +224,35 @@ class StragglerReports(Participant):
             self._comm_wait.counts = self._time.is_timed
 
     def enter(self, section: int) -> None:
-        """The step goes on to something else."""
+        """Notes that the step enters another section."""
         self._time.enter(section)
 
     def after_rollback(self) -> None:
-        """The next step is slow in its own way."""
+        """Does not time the next step, which is slower."""
         self._time.drop()
         self._is_cold = True
 
     def batch_ready(self) -> None:
-        """What comes before the step are hooks of callbacks."""
+        """Starts to time the hooks of callbacks before the step."""
         self._time.enter(CALLBACKS)
 
     def batch_begins(self) -> None:
-        """Forward and backward pass and optimizer steps begin."""
+        """Starts to time the forward pass, the backward pass and the optimizer steps."""
         self._time.enter(COMPUTE)
         if self._profiler is not None and self._time.is_timed:
             self._profiler.start()
 
     def batch_done(self) -> None:
-        """They are over."""
+        """Starts to time the hooks of callbacks after the optimizer steps."""
         if self._profiler is not None:
             self._profiler.stop()
         self._time.enter(CALLBACKS)
 
     def at_boundary(self, step: int, may_save: Callable[[], bool]) -> None:
-        """Asks for a report when it is due; on rank 0 only, as ``_due`` is infinite elsewhere."""
+        """Requests a report when it is due; on rank 0 only, as ``_due`` is infinite elsewhere."""
         self._leaves = step > self._makes_room_behind
         if time.monotonic() >= self._due and len(self._time) >= _MIN_STEPS:
-            self._due = math.inf  # until it is made
+            self._due = math.inf  # until the report is made
             self.session.fit.agreement.request(_REPORT, {}, Needs.TRAINING)
 
     # -- reports -------------------------------------------------------------------------------------------------------
@@ -264,7 +265,7 @@ class StragglerReports(Participant):
             self._profiler.allow(self._options.report_time_interval)
             if (problem := self._profiler.problem) is not None:  # perhaps on this rank alone
                 self._warn_once(f"Kernels are no longer profiled on rank {session.fit.rank}: {problem}.")
-            elif not found:  # CUPTI says that all is well
+            elif not found:  # CUPTI reports no problem
                 self._warn_once(
                     f"CUPTI reports no kernels of rank {session.fit.rank}, so reports use its step times. Another "
                     "profiler, such as PyTorch's in an earlier fit, may have taken over CUPTI for good."
@@ -313,7 +314,7 @@ class StragglerReports(Participant):
             self._consider_stopping(lasting)
 
     def _print(self, report: Report, stragglers: Sequence[Straggler]) -> None:
-        """In the words of NVRx's callback: people have programs that read them."""
+        """Logs the words of NVRx's callback: users have programs that read them."""
         options = self._options
         for kind, words in (
             ("relative", "Some GPUs have worse relative performance."),
@@ -339,7 +340,7 @@ class StragglerReports(Participant):
             yield "individual", report.individual
 
     def _range(self, report: Report) -> str:
-        """The worst score of each kind and whose it is, for a line that goes on."""
+        """The worst score of each kind and its rank, to be appended to a log line."""
         if self._options.num_gpu_perf_scores_to_print == 0:
             return ""
         text = ""
@@ -363,7 +364,7 @@ class StragglerReports(Participant):
                 lightning_loggers.log_metrics(trainer, metrics)
             step = lightning_progress.logged_step(trainer)
             self._panels.show(trainer.loggers, report, stragglers, step, options.gpu_relative_perf_threshold)
-        except Exception:  # a report is not worth the training
+        except Exception:  # a report must not end the training
             log.exception("A logger could not take the straggler report.")
 
     # -- replacing -----------------------------------------------------------------------------------------------------
@@ -408,14 +409,14 @@ class StragglerReports(Participant):
                     reason=what["reason"],
                 )
             )
-        if fit.participants.train_apart and not fit.saves_paused:  # what they have done is saved before, not done again
+        if fit.participants.train_apart and not fit.saves_paused:  # their work is saved first, not done again
             for save_locally in fit.participants.implement(Participant.save_locally):
                 save_locally("replacement", _SAVES_WITHIN_S)
         if fit.rank in what["ranks"]:
             self._makes_room_behind = fit.trainer.global_step
 
     def _make_room(self) -> NoReturn:
-        """Ends this process as if it were killed: that the others know how to mend."""
+        """Ends this process as if it were killed: the other ranks know how to recover from that."""
         with suppress(TimeoutError):
             self.session.saver.wait()  # for its part of a checkpoint
         for stream in (sys.stdout, sys.stderr):
@@ -457,7 +458,7 @@ class StragglerReports(Participant):
 
     def _stop(self, event: Event) -> None:
         session = self.session
-        if session.saver.waits():  # a resume would not judge again what is saved now
+        if session.saver.waits():  # a resume would not judge the saved steps again
             if session.fit.rank == 0:
                 log.info("The run continues until the next report, because its last step was bad.")
             return
@@ -478,7 +479,7 @@ class StragglerReports(Participant):
                 )
             )
             log.error("Saved %s. A restarted run continues from it.", path)
-        session.fit.gather(None)  # no rank leaves, and has the others killed, before that is written
+        session.fit.gather(None)  # no rank leaves, and has the launcher end other ranks, before that
         nodes = {self._device_ids[rank].node for rank in ranks}
         is_suspect = 2 * len(nodes) <= self._nodes and session.fit.rank in ranks
         raise StragglersFound(f"too slow: {reason}", reason if is_suspect else "")
@@ -525,7 +526,7 @@ def _extremes(prefix: str, scores: torch.Tensor) -> dict[str, float]:
 
 
 def _make_comm(trainer: Trainer) -> Comm:
-    """By the process group of the training, on its device."""
+    """Communication by the process group of the training, on its device."""
     device = trainer.strategy.root_device
 
     def on_device(send: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], torch.Tensor]:
