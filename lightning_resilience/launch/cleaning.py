@@ -218,7 +218,7 @@ class _Run:
         return [each for each in records(self.path / "launches") if not each.is_here]
 
     def in_use(self) -> str | None:
-        """Why the run must not be touched: checks what can have changed since it was read; ``None``: it is not in use."""
+        """Why the run must not be touched, as far as that can have changed since; ``None``: it is not in use."""
         if self.why_ongoing is not None:
             return self.why_ongoing
         if self.directory.attempt != self.token:

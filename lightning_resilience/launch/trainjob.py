@@ -26,7 +26,7 @@ _SHOWN = ("step", "goal_step", "safe_step", "goodput", "worker_starts")
 
 
 def server() -> str | None:
-    """Where the progress of this TrainJob is reported to; ``None``: it is none, or its controller does not ask."""
+    """The URL to which progress is reported; ``None``: there is no TrainJob, or its controller does not ask."""
     names = (URL_VARIABLE, CA_CERT_VARIABLE, TOKEN_VARIABLE)
     return os.environ.get(URL_VARIABLE) if all(map(os.environ.get, names)) else None
 
@@ -35,7 +35,7 @@ class TrainJob:
     """Reports progress to the controller.
 
     Args:
-        clock: Gives seconds.
+        clock: Returns seconds.
     """
 
     name = "Kubeflow TrainJob"
@@ -45,13 +45,13 @@ class TrainJob:
         self._first: tuple[float, float] | None = None  # when this launch has seen the first step, and which
 
     def show(self, figures: Figures) -> None:
-        """Reports them.
+        """Reports these metrics.
 
         Args:
             figures: The metrics.
 
         Raises:
-            OSError: If the controller does not take it.
+            OSError: If the controller does not accept them.
         """
         import ssl  # both take longer to import than the rest of a launcher
         from urllib.request import Request, urlopen
@@ -97,4 +97,4 @@ class TrainJob:
         return status
 
     def end(self) -> None:
-        """Nothing is left to do."""
+        """Does nothing: nothing is left to do."""
