@@ -52,8 +52,8 @@ def why_it_must_end(job_chain: Sequence[Allocation], restart_count: int, max_req
 def nodes_to_exclude(last: Allocation, usable_nodes: int | None) -> list[str]:
     """The nodes that the job must not get again.
 
-    At most a quarter of the nodes of the job, but at least one. If there are more, those that were excluded first are
-    used again. A single node is never excluded: there is no other node to compare it to.
+    At most a quarter of the nodes of the job, but at least one. If there are more, the nodes that were excluded first
+    are used again. A single node is never excluded: there is no other node to compare it to.
 
     Args:
         last: The allocation that has just ended.

@@ -121,7 +121,7 @@ class BatchJob:
     Args:
         scheduler: The scheduler in whose job this process runs.
         run_dir: The run directory.
-        arguments: The arguments of ``launch``, without those that only the job knows: its nodes and where they meet.
+        arguments: The arguments of ``launch``, except its nodes and where they meet: only the job knows these.
         max_requeues: How often the job may be requeued.
         lead_s: Minimum number of seconds from the scheduler's SIGTERM to the time limit.
     """
@@ -276,7 +276,7 @@ class BatchJob:
         return self._requeue(end, before, excluded)
 
     def _count_usable_nodes(self, excluded: Sequence[str]) -> int | None:
-        """How many nodes the job could be given, without those that its user excludes; ``None``: unknown."""
+        """How many nodes the job could be given, without the nodes that its user excludes; ``None``: unknown."""
         listed, usable = self.scheduler.excluded_nodes(), self.scheduler.usable_nodes()
         if usable is None or listed is None:
             return None
@@ -289,7 +289,7 @@ class BatchJob:
         return end.exit_code
 
     def _requeue(self, end: End, before: Sequence[str], excluded: Sequence[str]) -> int:
-        """Requeues the job, which excludes the nodes ``before`` so far, besides those that its user excludes."""
+        """Requeues the job, which excludes the nodes ``before`` so far, besides the nodes that its user excludes."""
         is_new = list(excluded) != list(before)
         without = f", without {', '.join(excluded)}" if is_new else ""
         log_line(f"Requeuing the job{without} ({end.how}): {end.reason}.")

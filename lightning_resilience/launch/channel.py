@@ -28,7 +28,7 @@ kind        from -> to                  meaning, and its other fields
                                         all ranks can verify
 ``stop``    ``--elastic`` -> rank       all ranks of several nodes must save and end; SIGTERM follows
 ``replace`` ``--elastic`` -> rank       another generation begins: ``lost``: how each lost rank has ended;
-                                        ``generation``: its number; ``port``: of its store; ``members``: its ranks;
+                                        ``generation``: its number; ``port``: of its store; ``members``: its slots;
                                         ``together``: whether all ranks leave the present generation at a boundary that
                                         they agree on; ``is_start``: whether all members were started for it
 ``restart`` ``--elastic`` -> rank       all ranks (of a follower that has lost the first node: the ranks of its node)

@@ -1,7 +1,7 @@
 """``lightning-resilience clean``: lists and removes files that runs have left behind and nobody needs.
 
-A run that is in use is not touched. A run is in use if a scheduler has it in its queue, if a launch, a trainer or a
-rank of it lives on any node, or if its attempt token has changed since it was read.
+A run that is in use is not touched. A run is in use if a scheduler has it in its queue, if one of its launches,
+trainers or ranks is alive on any node, or if its attempt token has changed since it was read.
 
 A launch may begin at any moment, and is not held up. So that it loses nothing, only files are removed that a launch
 neither reads nor writes. Right before, this is checked again, and only the very files that were listed are removed:
@@ -245,7 +245,7 @@ def _name_of(run_dir: Path) -> str | None:
 
 
 def _watch(runs: Collection[_Run]) -> None:
-    """Watches the records of launches on other nodes, as long as a launch would that wants to take the run over."""
+    """Watches the records of launches on other nodes, for the time that a launch would before it takes a run over."""
     before = {record.path: record for run in runs if run.why_ongoing is None for record in run.records_elsewhere()}
     if not before:
         return
@@ -255,7 +255,7 @@ def _watch(runs: Collection[_Run]) -> None:
     for run in runs:
         now = {record.path: record for record in run.records_elsewhere()}
         still = {path for path, record in now.items() if path in before and before[path].content == record.content}
-        # Only the records of the first node and of spares move: the other launches live as long as the first one.
+        # Only the records of the first node and of spares move: the other launches end with the first one.
         if any(now[path].role == FIRST for path in still):
             run.still = {path: now[path].content for path in still}
 

@@ -184,7 +184,7 @@ class Supervisor:
                 self._hear(*self._said.get_nowait())
         return are_heard
 
-    # -- what is decided -----------------------------------------------------------------------------------------------
+    # -- what the policy asks for --------------------------------------------------------------------------------------
 
     def open_store(self) -> int:
         """See :class:`~lightning_resilience.launch.newcomers.Ranks`."""
@@ -303,7 +303,7 @@ class Supervisor:
             ELASTIC_VARIABLE: "go_on" if self._goes_on else "hold",
         }
         if is_newcomer:
-            # A newcomer is in no generation. Files and logs that are named after its port must not be those of a
+            # A newcomer is in no generation. Files and logs that are named after its port must not be shared with a
             # member, so it has a port of its own, at which nobody listens.
             door = self._doors[rank] = socket.socket()
             door.bind((ADDRESS if self._others is None else "", 0))
@@ -333,7 +333,7 @@ class Supervisor:
         if (door := self._doors.pop(rank, None)) is not None:
             door.close()
 
-    # -- what they say -------------------------------------------------------------------------------------------------
+    # -- what ranks report ---------------------------------------------------------------------------------------------
 
     def _put(self, process: Process | None, message: Message) -> None:
         """Called in the thread of a channel."""

@@ -258,7 +258,7 @@ class Follower:
         full = rank_environment(own, self._count, self._run_id)
         process = self._lives[life] = self._workers.start(rank, self._command, full, None, None)
         self._ranks.add(rank)
-        events = self._events  # those of this connection: after another one, the first node does not know this life
+        events = self._events  # of this connection: after a new one, the first node does not know this life
 
         def wait() -> None:
             events.put(Message("ended", {"life": life, "code": process.wait()}, []))

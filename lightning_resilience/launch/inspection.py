@@ -273,7 +273,7 @@ def _read_generation(path: Path) -> _Generation:
 
 
 def _find_strangers(generation: _Generation) -> None:
-    """Marks shards that do not belong to the others: the identities of one generation differ only in ``part``."""
+    """Marks shards that do not match the majority: identities of one generation differ only in ``part``."""
 
     def shared(file: _ShardFile) -> str:
         fields = vars(file.header.identity) if file.header else {}

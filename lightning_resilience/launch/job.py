@@ -106,7 +106,7 @@ class LaunchSettings:
         continue_anyway: Whether a run that has finished with other arguments is continued.
         retries_in_new_job: Whether to end as interrupted where the job must be retried or a node must be avoided. The
             scheduler or program that started this launch then starts a new job for it, perhaps on other nodes.
-        monitoring: To whom the run is shown.
+        monitoring: The settings for monitoring.
         elastic: Whether a lost rank is replaced while the other ranks keep their processes.
         when_lost: With ``elastic``, whether the other ranks wait for a replacement for which no spare is ready.
         min_ranks: With ``go_on``, the least number of ranks with which the run continues. It also needs the ranks of
@@ -197,7 +197,7 @@ def elastic_command(
         command += [f"--rdzv-endpoint={_nvrx.LOOPBACK}", "--local-addr=127.0.0.1"]
     else:
         command += [f"--rdzv-endpoint={settings.rdzv_endpoint}"]
-        command += [f"--rdzv-conf=is_host={int(settings.is_owner)}"]  # the node that decides is the one the others lose
+        command += [f"--rdzv-conf=is_host={int(settings.is_owner)}"]  # so that the others depend on one node only
     return [*command, "-m", "lightning_resilience.launch.worker", *settings.command], environment
 
 
@@ -292,7 +292,7 @@ class Launch:
         self._replacements: dict[str, str] = {}  # launch ids of spares that have a place, and their nodes
         self._spares = Spares(self._launches)
         self._waits_because = ""
-        self._folder: Path | None = None  # for what lives as long as this launch
+        self._folder: Path | None = None  # for files that are removed with this launch
         self._is_resumed = False
         self._over_since: float | None = None  # when this node saw that the job it is in has been given up
 
@@ -616,7 +616,7 @@ class Launch:
         if ":" not in self._nnodes and any(exit_code != 0 for exit_code in self._other_nodes(run_id)):
             return True  # with a fixed number of nodes the other nodes would wait for that one in vain
         if self._has_stopped(run_id):
-            return True  # otherwise this node's elastic launcher would wait five minutes for that of a stopped node
+            return True  # otherwise this node's elastic launcher would wait five minutes for a stopped node's
         if self._nodes_to_exclude(run_id):
             return True  # its elastic launcher would start the workers on the same nodes
         said = self._run_directory.outcome

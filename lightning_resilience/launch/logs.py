@@ -24,7 +24,7 @@ from lightning_resilience.run.run_directory import RunDirectory
 _POLL_S = 0.3
 _SETTLES_S = 2.0
 _LOOK_FOR_END_EVERY_S = 15.0
-_CHUNK = 1 << 14  # of each rank, of which there may be a thousand
+_CHUNK = 1 << 14  # for each rank; there may be a thousand ranks
 _TIME = re.compile(
     rb"(?:\[lightning-resilience |(?:\[rank\d+\]:)?\[[A-Z]\d{4} )(\d\d:\d\d:\d\d)\b"
 )  # ours, and torch's in C++
@@ -203,7 +203,7 @@ def _follow(directory: Path, rank: Rank | None, attempt: int | None) -> None:
 
 
 class _End:
-    """Tells whether a run continues. A launch records its end; a killed one does not, and is checked less often."""
+    """Checks whether a run continues. A launch records its end; a killed one does not, and is checked less often."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory

@@ -13,9 +13,9 @@ at once (``go_on``). In that case the replacement is a *newcomer* (:mod:`~lightn
 waits before its fit until it is admitted. Each such change begins a *generation* with other members. A loss counts as
 a restart; admitting newcomers does not.
 
-Groups of ranks may hold the state together; the ranks report that. Then those ranks keep training whose group is
-complete. The other ranks of a group that has lost a rank leave the fit, too. Their processes wait until the whole group
-can be admitted.
+Groups of ranks may hold the state together, as the ranks report. Then the ranks of complete groups keep training. The
+other ranks of a group that has lost a rank leave the fit, too. Their processes wait until the whole group can be
+admitted.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class LossPolicy:
         self._newcomers = Newcomers(ranks)
         self._leaving: set[int] = set()
         self._leaving_since: float | None = None
-        self._joining: set[int] = set()  # in the present generation, and nobody was lost
+        self._joining: set[int] = set()  # in the present generation, if no rank was lost
         self._has_lost_nobody = False  # before the present generation
         self._max_restarts = max_restarts
         self._term_timeout_s = term_timeout_s
@@ -386,7 +386,7 @@ class LossPolicy:
     def _begin_generation(
         self, now: float, members: list[int], lost: Mapping[int, str], leaving: Collection[int] = ()
     ) -> None:
-        """Begins a generation with these members; starts those that have no process, and sends others to wait.
+        """Begins a generation with these members: starts members without a process, and makes other ranks wait.
 
         Args:
             now: See :meth:`step`.

@@ -40,7 +40,7 @@ STATES = ("starting", "training", "restarting", "finished", "interrupted", "fail
 CAUSES = ("killed", "hang", "preempted", "NaN", "straggler", "disk", "script", "crash", "launcher killed")
 TIERS = ("global", "local")
 _MAX_RANKS = 20
-"""How many ranks have a series of their own at most: those that were named most often."""
+"""How many ranks have a series of their own at most: the ranks that were named most often."""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """The thread of a launch that shows the run to monitoring systems and reports events.
 
-Only the launch that decides has it. Every 15 s it reads the new events of the ledger, computes the figures from them
-and passes these on. In a run of months it does so less often, so that it takes at most 5 % of the time. Nothing
+Only the launch that decides has it. Every 15 s the thread reads the new events of the ledger, computes the figures from
+them and passes these on. In a run of months it does so less often, so that it takes at most 5 % of the time. Nothing
 that fails or hangs here affects the run: each failure is logged once and tried again, and the end of the launch waits
 for this thread a few seconds at most.
 """

@@ -123,7 +123,7 @@ def named(ranks: Collection[int]) -> str:
 
 
 def in_whole_groups(slots: Iterable[int], group: int) -> list[int]:
-    """Those of these slots whose whole group is among them. A group has consecutive slots."""
+    """The slots whose whole group is among the given slots. A group has consecutive slots."""
     here = sorted(slots)
     counts = Counter(slot // group for slot in here)
     return [slot for slot in here if counts[slot // group] == group]
@@ -156,7 +156,7 @@ class Newcomers:
         self._first_at_door: float | None = None
 
     def start(self, slots: Collection[int], generation: int, now: float) -> None:
-        """Starts newcomers; those of a lost node as soon as there is a node for them."""
+        """Starts newcomers; a newcomer whose node is lost is started as soon as there is a node for it."""
         away = {slot for slot in slots if self._ranks.lost_node(slot) is not None}
         self.away |= away
         if here := sorted({*slots} - away):
@@ -185,7 +185,7 @@ class Newcomers:
         return [each.rank for each in (*self.coming.values(), *self.leaving.values()) if each.exit_code is None]
 
     def opens_at(self, now: float) -> float | None:
-        """When the newcomers at the door are admitted: at once if no other one is coming; ``None``: none is there."""
+        """When the newcomers at the door are admitted: at once if no other one is coming; ``None``: there are none."""
         if not (waiting := self.at_door):
             self._first_at_door = None
             return None
@@ -225,13 +225,13 @@ class Newcomers:
         )
 
     def look_after(self, now: float, generation: int, next_restart: Callable[[], int | None], are_in_fit: bool) -> None:
-        """Starts newcomers again that were killed, and gives up those that will not come.
+        """Starts killed newcomers again, and gives up newcomers that will not come.
 
         Args:
             now: By the policy's clock.
             generation: The present generation.
             next_restart: Counts a restart and returns its number; ``None``: none is left.
-            are_in_fit: Whether the other ranks are in their fit, or too late for it to wait for them.
+            are_in_fit: Whether the other ranks are in their fit, or have had enough time to enter it.
         """
         if self.later and are_in_fit:
             slots = sorted(self.later)

@@ -173,7 +173,7 @@ def _is_same(said: Any, proof: str) -> bool:
 
 
 def greet(line: Line, secret: bytes) -> dict[str, Any] | None:
-    """The first node lets the other end introduce itself; what that sends, if it knows the secret.
+    """Lets a follower introduce itself to the first node; returns its message; ``None``: it does not know the secret.
 
     Args:
         line: The connection to it.

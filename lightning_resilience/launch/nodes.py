@@ -50,7 +50,7 @@ class Plan:
         spares: The spare nodes that wait.
         ends_for_new_job: Whether nodes are excluded by a new job, and not by this launch.
         exit_code: Set once the run is over.
-        beat: A counter that moves as long as the owner lives.
+        beat: A counter that moves while the owner lives.
     """
 
     owner: str

@@ -77,7 +77,7 @@ class EventCommand:
         self._log = log
         self._waiting: deque[dict[str, Any]] = deque()
         self._dropped = 0
-        self._ending: tuple[float, float] | None = None  # until when for the others, and how long for the last one
+        self._ending: tuple[float, float] | None = None  # deadline of earlier commands, and time limit of the last one
         self._changed = threading.Condition()
         self._said: set[str] = set()
         self._process: subprocess.Popen[bytes] | None = None

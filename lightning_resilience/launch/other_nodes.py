@@ -181,16 +181,16 @@ class OtherNodes:
     """All nodes except the first, on which this object exists.
 
     Args:
-        host: Where the nodes meet: name or address.
-        port: Where the nodes meet: port.
+        host: Name or address at which the nodes meet.
+        port: Port at which the nodes meet.
         count: How many nodes there are, including the first.
         ranks: How many ranks each of them has.
         secret: The secret in the run directory, which followers have read.
         heard: See :class:`OtherNode`.
 
     Attributes:
-        host: Where the nodes meet: name or address.
-        port: Where the nodes meet: port.
+        host: Name or address at which the nodes meet.
+        port: Port at which the nodes meet.
         count: How many nodes there are, including the first.
         nodes: The nodes that take part, by node rank - 1, once they have been gathered.
     """

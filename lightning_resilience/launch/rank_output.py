@@ -124,7 +124,7 @@ class RankFile:
         return self._shown < size and until < size
 
     def _without_stacks(self, data: bytes) -> bytes:
-        """Whole lines, without those that are only in the log."""
+        """Whole lines, without lines that only the log has."""
         if not self._is_in_stack and b"[c10d]" not in data:
             return data
         shown = []
@@ -208,7 +208,7 @@ class NodeOutput:
         return list(self._files.values())
 
     def look(self) -> None:
-        """Finds new files, and drops those that are complete and removed."""
+        """Finds new files, and removes files that are complete, shown and kept."""
         with suppress(OSError):
             names = [name for name in os.listdir(self._folder) if name not in self._files]
             found = [(self._folder / name, match) for name in names if (match := _FILE.fullmatch(name))]

@@ -1,8 +1,9 @@
 """The launches of a run: a record file for each, and a role that only one launch can have.
 
 A role belongs to one launch at a time. The launch that decides has the role :data:`FIRST`. The first launch to create
-the file of a role has it, and a counter in that file moves while the launch lives. So a launch on another host or in
-another container is known to live without a shared clock or process number: its record is watched.
+the next file of a role has it. In the records of the launch that decides, and of spares, a counter moves while the
+launch lives. So a launch on another host or in another container is known to live without a shared clock or process
+number: its record is watched.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 It has a session of its own: neither Ctrl-C nor Ctrl-Z reaches it, and it outlives a launcher that is killed. Ranks
 write to files (see :mod:`~lightning_resilience.launch.rank_output`), which it reads. A rank that has a terminal writes
-to a pseudo-terminal, which exists until the launch ends, also if its window is closed.
+to a pseudo-terminal, which stays open if the window of the real one is closed.
 
 Imports neither torch nor Lightning.
 """

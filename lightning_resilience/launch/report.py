@@ -127,7 +127,7 @@ def _content(run_directory: RunDirectory, history: History, goodput: Goodput, is
     seconds = goodput.by_category
     active = goodput.total - seconds["idle"]
     is_known = active > 0 and goodput.ranks > 0
-    outcome = None if is_ongoing else _outcome(run_directory, history)  # otherwise that of the workers before
+    outcome = None if is_ongoing else _outcome(run_directory, history)  # not that of earlier workers
     every = all_interruptions(goodput.interruptions, interruptions(history.events))
     batches = {each.fit: each.left_out or 0 for each in history.of(BatchesLeftOut)}  # the last event of each fit
     return {
@@ -199,7 +199,7 @@ def _sorted(seconds: Mapping[str, float]) -> dict[str, float]:
 
 
 def all_interruptions(costs: Sequence[InterruptionCost], recorded: Sequence[Interruption]) -> list[dict[str, Any]]:
-    """The interruptions of the time account, with their steps from the ledger, and those that only the ledger has.
+    """The interruptions of the time account, with their steps from the ledger, and others that only the ledger has.
 
     Args:
         costs: The interruptions of the account.
@@ -406,7 +406,7 @@ def _categories(found: dict[str, Any]) -> list[str]:
 
 
 def _timeline(found: dict[str, Any]) -> list[str]:
-    """The table of events, without those that only the time account uses, and the outcome."""
+    """The table of events, without events that only the time account uses, and the outcome."""
     rows: list[list[str]] = []
     events = (event for event in found["timeline"] if event["event"] != TimeSpent.kind_name)
     for _, alike in groupby(events, key=lambda event: (event["event"], event.get("kind"))):

@@ -602,7 +602,7 @@ def _lives(events: Iterable[Event]) -> list[_Life]:
         if isinstance(event, Fresh):
             step = step or 0
         elif isinstance(event, TimeSpent):
-            # It is the furthest step of all processes so far: that of these, only if further than that of those before.
+            # This is the furthest step of all processes so far. It is of this life only if it is beyond `from_step`.
             step = event.reached if fit in current and (event.reached or 0) > current[fit].from_step else None
             moment = max(event.since or [moment])
         if step is None or fit not in current or not math.isfinite(moment):
@@ -703,7 +703,7 @@ def _crossing(points: Sequence[tuple[float, int]], step: int) -> Iterator[tuple[
 
 
 def _thinned(places: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The points, without those that could not be told apart in the chart."""
+    """The points, without points that cannot be distinguished from their neighbors in the chart."""
     found: list[tuple[float, float]] = []
     for place in places:
         if len(found) < 2 or abs(place[0] - found[-2][0]) >= 1 or abs(place[1] - found[-2][1]) >= 1:

@@ -115,7 +115,7 @@ class Worker:
 
     @property
     def imports(self) -> bool:
-        """Whether it is still importing: it was no spare that had imported, and has not reported a state."""
+        """Whether it may still be importing: it has reported no state, and was no spare with its imports done."""
         return not self.has_state and not (self.is_warm and self.is_ready)
 
     def has_gone(self) -> None:

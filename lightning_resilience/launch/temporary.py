@@ -32,7 +32,7 @@ def launch_folder() -> Iterator[Path | None]:
 
 
 def keep_sockets_in(folder: str) -> None:
-    """Makes the ``multiprocessing`` of this process, and of those that it starts, create its sockets in a folder.
+    """Makes ``multiprocessing`` create its sockets in a folder, in this process and in its child processes.
 
     Each data-loader worker has such a socket, which nothing removes when the worker is killed.
 

@@ -204,7 +204,7 @@ def _begin_watch(run_directory: RunDirectory, rank: int) -> None:
 
 
 def _begin_generation(run_directory: RunDirectory, ledger: Ledger) -> None:
-    """Does, when this process enters another generation, what a restarted process does, and records the same."""
+    """Called when this process enters another generation: does and records what a restarted process would."""
     redirect_streams()  # into the same attempt's logs as the replacement
     if (probe := probe_of_worker()) is not None:
         probe.close()  # its watchdog ends with it: it watches the ranks of one start
@@ -293,7 +293,7 @@ def _record_end(
         ledger.catch_up()  # what is known of this group of workers so far comes before its fault
         restart_count = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
         ledger.record(Fault(**fault, reason=outcome.reason, elastic_run_id=elastic_run_id, restart_count=restart_count))
-    if ledger.rank != 0 or not run_directory.is_owned_here():  # a late process of an older attempt has no say
+    if ledger.rank != 0 or not run_directory.is_owned_here():  # a late process of an older attempt must not decide
         return
     details = {"command": command, "elastic_run_id": elastic_run_id}
     run_directory.outcome = replace(

@@ -10,7 +10,7 @@ from lightning_resilience.run.run_directory import ELASTIC_VARIABLE
 
 
 def worker_group(environment: Mapping[str, str] = os.environ) -> str:
-    """An id that is the same for all workers of one start on all nodes, and another one for those that replace them.
+    """An id that is the same for all workers of one start on all nodes, and differs for the workers that replace them.
 
     Args:
         environment: The environment of one of these workers, or of a process that it has started.

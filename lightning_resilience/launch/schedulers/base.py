@@ -19,7 +19,7 @@ SHORTEST_GRACE_S = 10
 """Seconds that the workers must have to save, at least."""
 
 PORTS = range(20000, 32000)
-"""The ports at which the nodes of a job meet: below those that Linux gives to outgoing connections."""
+"""The ports at which the nodes of a job meet: below the ports that Linux gives to connections."""
 
 REQUEUE_EVERY_S = 10
 """Seconds between two attempts to requeue a job."""
@@ -46,7 +46,7 @@ class JobStatus:
 
 
 class Scheduler:
-    """The answers without a scheduler; the class of a batch system overrides those that it knows.
+    """The answers without a scheduler; the class of a batch system overrides what it knows better.
 
     An instance is about the job of this process. A call that fails or does not answer within a minute counts as if
     nothing was known.
