@@ -203,14 +203,14 @@ class FaultTolerancePlugin(run.Plugin):  # type: ignore[misc]  # NeMo-Run has no
             )
         folder = Path(executor.tunnel.job_dir) / Path(executor.job_dir).name
         verdict = str(folder / f"{executor.job_name}_launch_ended")
-        if executor.container_image is not None:  # by the name that the batch script knows, which NeMo-Run's is not
+        if executor.container_image is not None:  # by the name in the batch script; NeMo-Run mounts it by another
             executor.container_mounts.append(f"{folder}:{folder}")
         options = ["--retries-in-new-job", *self._options(folder, _one_task_per_node(executor))]
         executor.launcher = ResilientLaunch(options=options, verdict=verdict)
         executor.retries = 0
         batch = requeue_trap(verdict, executor.HEAD_NODE_IP_VAR, self.max_requeues)
         executor.setup_lines = "\n".join(filter(None, [executor.setup_lines, batch]))
-        executor.srun_args = [*SRUN_OPTIONS, *(executor.srun_args or [])]  # after NeMo-Run's own, so these hold
+        executor.srun_args = [*SRUN_OPTIONS, *(executor.srun_args or [])]  # after NeMo-Run's own, so these apply
 
     def _options(self, folder: Path, workers: int) -> list[str]:
         return [

@@ -48,7 +48,7 @@ class Decision:
 
 @dataclass(frozen=True)
 class Budget:
-    """The limits.
+    """The limits of a run.
 
     Args:
         in_job_restarts: Successive failures without progress after which the workers are restarted inside the job.

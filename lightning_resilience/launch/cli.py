@@ -43,7 +43,7 @@ from lightning_resilience.run.ledger import node_name
 from lightning_resilience.run.settings import GLOBAL_BATCHES, READS_AGAIN, SHRINK
 from lightning_resilience.run.what_if import SETTINGS
 
-_NAME = r"[^\W\d]\w*"  # in Python
+_NAME = r"[^\W\d]\w*"  # a name in Python
 _BUDGET = {
     "in_job_restarts": "restarts of the workers inside the job after successive failures without progress",
     "job_retries": "retries of the job after those restarts; 2 retries are 3 runs",
@@ -136,7 +136,7 @@ def _run(options: argparse.Namespace) -> None:
             watch(options.run_dir, options.interval, options.json)
         return
     settings = _settings(options)
-    if "--help" in options.args or options.args == ["-h"]:  # a question to the script, and no run
+    if "--help" in options.args or options.args == ["-h"]:  # asks for the script's help: no run begins
         os.execv(sys.executable, [sys.executable, *settings.command])
     if options.quiet:
         os.environ[QUIET_VARIABLE] = "1"
@@ -342,7 +342,7 @@ def _parser() -> argparse.ArgumentParser:
 
     here = actions.add_parser(
         "launch",
-        usage="lightning-resilience launch [OPTION ...] SCRIPT [ARGUMENT ...]",  # an error need not list all of them
+        usage="lightning-resilience launch [OPTION ...] SCRIPT [ARGUMENT ...]",  # errors need not list all options
         parents=[launch],
         help="run a script until it has finished, and restart it after failures",
         description="Runs a training script and restarts it, inside the job and as a new job, until it has finished or "
@@ -693,7 +693,7 @@ def _batch_script(options: argparse.Namespace, scheduler: Scheduler) -> tuple[Pa
         options.nproc_per_node = str(options.gpus_per_node)
     settings = _settings(argparse.Namespace(**vars(options) | _ONE_NODE))  # exits if something is wrong with them
     if settings.is_default_run_dir and (other := other_command(settings)) is not None:
-        raise Refused(*other)  # launch would not: the batch script names the run directory
+        raise Refused(*other)  # launch would not refuse: the batch script names the run directory
     grace_period_s = options.grace_period
     if grace_period_s is None and settings.grace_period_s < options.preempt_time - AFTER_GRACE_S:
         grace_period_s = settings.grace_period_s  # the recipe's, which is shorter than what the scheduler leaves

@@ -336,7 +336,7 @@ class Supervisor:
     # -- what ranks report ---------------------------------------------------------------------------------------------
 
     def _put(self, process: Process | None, message: Message) -> None:
-        """Called in the thread of a channel."""
+        """Queues a message and wakes the main loop; called in the thread of a channel."""
         self._said.put((process, message))
         with suppress(BlockingIOError):  # the socket is full, so the loop wakes up anyway
             self._waker.send(b"\0")

@@ -180,7 +180,7 @@ class Follower:
 
         def known() -> bytes | None:
             nonlocal kept
-            kept = kept or read_secret(secret) or b""  # once: the storage may hang on the same cable
+            kept = kept or read_secret(secret) or b""  # once: the storage may need the same network cable
             return kept or None
 
         while True:
@@ -192,7 +192,7 @@ class Follower:
                 return 1
             if (code := self._follow(line)) is not None or self._has_stopped:
                 return 1 if code is None else code
-            self._is_given_up, within_s = is_given_up, math.inf  # the first time it may not have begun
+            self._is_given_up, within_s = is_given_up, math.inf  # earlier, the first node may not have begun
             self._events, self._lives = queue.SimpleQueue(), {}
             self._workers.ended(*self._ranks)
             self._ranks.clear()

@@ -263,7 +263,7 @@ def _is_drawn_from(before: tuple[Any, ...], now: tuple[Any, ...]) -> bool:
     generator = random.Random()
     generator.setstate(before)
     for _ in range(_MOST_DRAWN // _WORDS):
-        if generator.getstate()[1][:_WORDS] == now[1][:_WORDS]:  # changed by a seed, and after so many words
+        if generator.getstate()[1][:_WORDS] == now[1][:_WORDS]:  # only a seed or 624 draws change it
             return True
         generator.getrandbits(32 * _WORDS)
     return False

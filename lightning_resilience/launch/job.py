@@ -205,7 +205,7 @@ class Refused(Exception):
     """The launch cannot begin.
 
     Args:
-        reason: Why.
+        reason: Why it cannot begin.
         then: What to do about it.
     """
 
@@ -284,7 +284,7 @@ class Launch:
         self._record = LaunchRecord(
             self._launches, self.launch_id, None if settings.is_owner else node, is_spare=settings.spare
         )
-        self._nnodes = settings.nnodes  # as many as are left
+        self._nnodes = settings.nnodes  # without excluded nodes
         self._excluded: list[str] = []
         self._kept: set[str] = set()
         self._workers_run = False
@@ -294,7 +294,7 @@ class Launch:
         self._waits_because = ""
         self._folder: Path | None = None  # for files that are removed with this launch
         self._is_resumed = False
-        self._over_since: float | None = None  # when this node saw that the job it is in has been given up
+        self._over_since: float | None = None  # when this node saw that the first node has ended the run
 
     def run(self) -> int:
         """Runs to the end and returns the exit code: 0 finished, 75 interrupted, 1 failed, or the code of a verdict.
@@ -779,13 +779,13 @@ class Launch:
         environment |= self._environment(plan)
         output = None
         if self._folder is not None:
-            with suppress(OSError):  # a full disk: no logs, then
+            with suppress(OSError):  # on a full disk there are no logs
                 output = self._folder / plan.run_id
                 output.mkdir()
                 environment[OUTPUT_VARIABLE] = str(output)
         log = _nvrx.elastic_log(self._run_directory.path)
         begin = 0
-        with suppress(OSError):  # there is none yet, or the storage fails for a while
+        with suppress(OSError):  # no log exists yet, or the storage fails for a while
             begin = log.stat().st_size
         with Relay(self._run_directory.path, NOT_SHOWN, output, without=[LAUNCH_ID_VARIABLE]) as relay:
             exit_code = self._wait_for_workers(command, environment, relay, plan.run_id, must_go)

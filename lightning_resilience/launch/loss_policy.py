@@ -98,7 +98,7 @@ class LossPolicy:
         self._lost_at: float | None = None
         self._replacing_since: float | None = None
         self._in_fit_since = -math.inf  # in the present generation
-        self._ending: list[tuple[float, signal.Signals | None]] = []  # until when, and what is sent then
+        self._ending: list[tuple[float, signal.Signals | None]] = []  # deadlines, and the signal at each of them
         self._stop_asked = False
         self._stops_until: float | None = None
 

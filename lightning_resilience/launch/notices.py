@@ -78,7 +78,7 @@ class Notices:
         self._launch_id = launch_id
         self._run = {"run_id": run_id, "run_dir": run_dir}
         self._seen: set[tuple[float, str, int | None, str | None]] = set()
-        self._told = 0  # interruptions
+        self._told = 0  # number of interruptions that were reported
         self._slow: list[int] = []
         self._saves_fail = False
         self._bad: set[str] = set()

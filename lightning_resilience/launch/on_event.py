@@ -45,7 +45,7 @@ _KILLED_WITHIN_S = 1.0  # otherwise it is stuck in the kernel
 
 
 def checked_command(text: str) -> tuple[str, ...]:
-    """The words of a command.
+    """Splits a command into words, and checks that its program exists.
 
     Args:
         text: As a shell splits it; no shell runs it.

@@ -320,7 +320,7 @@ class OtherNodes:
                     return line.close()
                 for other in self._joined:
                     if node_rank is not None and other.node_rank == node_rank:
-                        other.line.close()  # it was started again
+                        other.line.close()  # this node was started again
                         if other.process != process:
                             self._superseded.add(other.process)
                 self._joined.append(OtherNode(line, said["node"], node_rank, self._heard, process))

@@ -60,7 +60,7 @@ def redirect_streams() -> None:
     for fds in streams.values():
         keeps_terminal = is_first and os.isatty(fds[0])
         path = f"{folder}/{group}-{rank}-{fds[0]}.{'terminal' if keeps_terminal else 'out'}"
-        with suppress(OSError):  # then it goes where the launcher's goes, and is in no log
+        with suppress(OSError):  # then the output goes where the launcher's goes, and is in no log
             file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
             for fd in fds if not keeps_terminal else []:
                 os.dup2(file, fd)

@@ -300,7 +300,7 @@ class LaunchRecord:
             raise TakenOver(f"{self._taken_over_by} has taken over {self._folder.parent} and continues the run")
 
     def release(self) -> None:
-        """Gives the role back."""
+        """Gives up the role and removes the record."""
         self._stopping.set()
         if self._number and not self.is_lost and self._writing.acquire(timeout=BEAT_INTERVAL_S):  # storage may be stuck
             with suppress(OSError):

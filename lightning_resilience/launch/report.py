@@ -156,7 +156,7 @@ def _content(run_directory: RunDirectory, history: History, goodput: Goodput, is
 def _outcome(run_directory: RunDirectory, history: History) -> Outcome | None:
     outcome, last = run_directory.outcome, history.allocations[-1:]
     if outcome is None and last and not last[0].launched and last[0].exit is not None and run_directory.fits:
-        return run_directory.fits[-1].outcome  # without our launcher only the fits have one
+        return run_directory.fits[-1].outcome  # without our launcher only the fits have an outcome
     exits = history.since(WorkersStart, LaunchExit) if outcome is None else []
     if exits and isinstance(exits[0], LaunchExit):  # the workers could not record it
         return Outcome.of({"status": exits[0].status, "reason": exits[0].reason or ""})

@@ -152,7 +152,7 @@ class Worker:
         files = {fd: file for fd, file in ((1, stdout), (2, stderr)) if file is not None}
         if not self._is_told or self.problem is not None or self.args != args or self.process.poll() is not None:
             return False
-        if any(isinstance(file, int) for file in files.values()):  # a pipe, which is made with the process only
+        if any(isinstance(file, int) for file in files.values()):  # a pipe, which can be made only with the process
             return False
         fds = [file.fileno() for file in files.values()]
         if not self.channel.send("go", fds, env=dict(env), cwd=os.getcwd(), redirected=list(files)):
@@ -338,7 +338,7 @@ class Workers:
         """Ends all spares and makes no more.
 
         Args:
-            reason: Why, for the log.
+            reason: The reason, for the log.
         """
         with self._lock:
             self.makes_spares = False

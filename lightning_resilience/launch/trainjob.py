@@ -42,7 +42,7 @@ class TrainJob:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._first: tuple[float, float] | None = None  # when this launch has seen the first step, and which
+        self._first: tuple[float, float] | None = None  # when this launch saw its first step, and that step
 
     def show(self, figures: Figures) -> None:
         """Reports these metrics.
@@ -88,7 +88,7 @@ class TrainJob:
         step, goal = shown.get("step"), shown.get("goal_step")
         if step is None or goal is None:
             return status
-        status["progressPercentage"] = min(99, int(100 * step / max(goal, 1)))  # of 100 % it is known when it has ended
+        status["progressPercentage"] = min(99, int(100 * step / max(goal, 1)))  # 100 % only when the run has ended
         now = self._clock()
         begun, first = self._first = self._first or (now, step)
         if step > first:

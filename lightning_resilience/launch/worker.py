@@ -207,7 +207,7 @@ def _begin_generation(run_directory: RunDirectory, ledger: Ledger) -> None:
     """Called when this process enters another generation: does and records what a restarted process would."""
     redirect_streams()  # into the same attempt's logs as the replacement
     if (probe := probe_of_worker()) is not None:
-        probe.close()  # its watchdog ends with it: it watches the ranks of one start
+        probe.close()  # this ends its watchdog, which watches the ranks of one start
     ledger.rank = int(os.environ.get("RANK", "0"))
     _begin_watch(run_directory, ledger.rank or 0)
     try:
