@@ -81,8 +81,8 @@ class Found:
     Attributes:
         leftovers: What can be removed.
         kept: What looks as if it could be removed, and why it stays.
-        searched: Folders in which runs were looked for that are no longer where they were, each with the runs below it
-            by their names. Must be cleared when the runs may have changed; a search may take seconds.
+        searched: For each folder in which moved runs were looked for, the runs below it by their names. Must be cleared
+            when these may have changed. A search may take seconds.
     """
 
     leftovers: list[Leftover] = field(default_factory=list)
@@ -186,7 +186,7 @@ class _Run:
         token: The token of the attempt that owned the run when it was read.
         why_ongoing: Why it was in use then, from ledger and scheduler; ``None``: it was not.
         recorded: Attempts and nodes whose time is in the ledger.
-        still: The records of launches on other nodes that no longer change, since these launches are dead.
+        still: The records of launches on other nodes that do not change: these launches are dead.
     """
 
     directory: RunDirectory
@@ -214,7 +214,7 @@ class _Run:
         return self.directory.path
 
     def records_elsewhere(self) -> list[Record]:
-        """Records of launches that may live, which cannot be checked from this process."""
+        """Records of launches for which this process cannot check whether they live."""
         return [each for each in records(self.path / "launches") if not each.is_here]
 
     def in_use(self) -> str | None:

@@ -1,8 +1,8 @@
 """The supervisor of ``launch --elastic`` on every node except the first: does what the first node's supervisor asks.
 
 It starts and signals the ranks of its node as it is told, and passes on their messages and how they end
-(:mod:`~lightning_resilience.launch.node_line`). If it loses the first node, it ends its ranks and connects again, as
-long as there are signs that the first node is alive: a network cable may have been unplugged.
+(:mod:`~lightning_resilience.launch.node_line`). If it loses the first node, it ends its ranks and tries to
+reconnect while there are signs that the first node is alive: a network cable may have been unplugged.
 
 Imports neither torch nor Lightning.
 """

@@ -1,4 +1,4 @@
-"""One launch of a run: starts the workers, reads how they ended and decides what follows, until the run ends."""
+"""One launch: starts the workers, reads how they ended, and decides what follows, until the run or its budget ends."""
 
 from __future__ import annotations
 

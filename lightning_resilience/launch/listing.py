@@ -3,8 +3,8 @@
 Most of 200 runs have ended, and a ledger may have 45 MB. So a ledger is folded only once. The result is kept in the
 user's cache folder, with names, sizes and times of the files from which it was made, and is valid while these stay the
 same. An ongoing run is folded again when the last fold is older than a hundredth of the run's time; a newer fold would
-change its goodput by less than a point. Otherwise a run takes a look into three folders, and several runs are read at a
-time.
+change its goodput by less than a point. For every other run, only three folders are listed. Several runs are read in
+parallel.
 """
 
 from __future__ import annotations

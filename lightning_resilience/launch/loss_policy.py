@@ -230,7 +230,7 @@ class LossPolicy:
         return self._are_in_fit() and not any(each.has_trained for each in self.members.values())
 
     def _are_all_lost_that_will(self, now: float, all_is_heard: bool) -> bool:
-        """Whether ranks that die together had the time to, and the messages of the lost ranks were read."""
+        """Whether ranks that die together have had time to end, and messages of the lost ranks were read."""
         if self._lost_at is None:
             self._lost_at = now
         if any(each.exit_code is None and self._ranks.lost_node(each.rank) for each in self.members.values()):

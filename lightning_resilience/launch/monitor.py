@@ -77,7 +77,7 @@ class Monitor:
         launch_id: The id of the launch.
         budget: The limits of the launch.
         is_told_to_stop: Whether a signal has told the launch to stop.
-        must_go: Whether a second signal has.
+        must_go: Whether a second signal has done so.
     """
 
     def __init__(

@@ -62,7 +62,7 @@ _has_begun = False
 
 
 def enter() -> None:
-    """Sets up the channel; must be called first of all in a worker. In a spare it returns when it becomes a worker."""
+    """Sets up the channel; must be called first of all in a worker. A spare returns only as a worker."""
     global _records
     if (value := os.environ.pop(CHANNEL_VARIABLE, None)) is None:
         return

@@ -92,7 +92,7 @@ class LogReader:
 
     def read(self) -> bytes:
         """The next bytes; empty if there are none yet."""
-        following = self._following()  # looked up before this part is read: so this part is complete if it exists
+        following = self._following()  # before this part is read: if there is a next part, this one is complete
         if data := self._rest_of_part():
             return data
         if following is None:
@@ -227,7 +227,7 @@ class LogKeeper(threading.Thread):
 
 
 def _folder_of_group(run_dir: Path, group: str) -> Path:
-    """The folder of a group of ranks' attempt; the first node of the group creates it, and removes old folders."""
+    """The folder of the attempt of a group of ranks; the group's first node creates it, and removes old folders."""
     numbers = attempts(run_dir)
     number = next(iter(numbers[-_ATTEMPTS:]), 1)
     for each in reversed(numbers[-_ATTEMPTS:]):

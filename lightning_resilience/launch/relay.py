@@ -92,7 +92,7 @@ class _Channel:
                 kept.write(piece)
 
     def _has_room(self) -> bool:
-        """Whether the target has room. Waits for it a while, but only once: training must not wait for a terminal."""
+        """Whether there is room. Waits a few seconds, then not again before there was some: training must not wait."""
         poll = select.poll()
         poll.register(self._target, select.POLLOUT)
         self._is_held = not poll.poll(0 if self._is_held else _TAKES_WITHIN_S * 1000)

@@ -355,7 +355,9 @@ def _marks(found: Mapping[str, Any], axis: Axis) -> Iterator[str]:
 
 
 def _labels(found: Mapping[str, Any], axis: Axis) -> Iterator[str]:
-    """The labels above a chart: number and cause of each interruption; only the number at the right edge; some none.
+    """Labels above a chart with number and cause of each interruption.
+
+    At the right edge a label has only the number. Where too many labels meet, some are left out.
 
     Args:
         found: The content of the report.

@@ -1,4 +1,4 @@
-"""Exceptions that a script raises: can a retry help, and how to show them. Imports neither torch nor Lightning."""
+"""Exceptions of a script: whether a retry can help, and how they are shown. Imports neither torch nor Lightning."""
 
 from __future__ import annotations
 

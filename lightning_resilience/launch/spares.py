@@ -1,7 +1,7 @@
 """The workers of a node, seen from their launcher: their channels, and the spares that replace them at a restart.
 
 A worker that starts needs seconds of CPU time for imports. So when the workers have begun to train, the launcher starts
-one process for each of them, one after the other. It does these imports and waits
+one process for each of them, one after the other. This *spare* does the imports and waits
 (:mod:`~lightning_resilience.launch.park`). The elastic launcher, or the supervisor of ``launch --elastic``, then uses
 it where it would start a worker: the spare is its child and has the same command line, and nothing else of a restart
 changes. Whenever a spare cannot be used, a worker is started as without spares.

@@ -103,7 +103,7 @@ class _Stop:
             target: Unused.
         """
         if self._is_minded and not self._poll.poll(OPENED_WITHIN_S * 1000):
-            self._is_minded = False  # the launcher was stopped; it stays in the list, which is being iterated
+            self._is_minded = False  # the launcher was stopped; Python iterates the list, so this finder stays in it
 
     def leave(self) -> None:
         """Waits at the gate no more."""
