@@ -1,13 +1,13 @@
-"""Plugins for `NeMo-Run <https://github.com/NVIDIA-NeMo/Run>`_ by the names and arguments of NeMo's own.
+"""Plugins for `NeMo-Run <https://github.com/NVIDIA-NeMo/Run>`_ with the names and arguments of NeMo's own plugins.
 
 Needs ``pip install 'lightning-resilience[nemo-run]'``; nothing else of this package imports this module.
 
-NeMo-Run asks an executor's launcher to rewrite the command of a task. Ours makes of it a script that runs
-``lightning-resilience launch`` with that command, once on every node, inside the task's container if it has one. What
-follows is decided in the batch script, outside of the container: see
-:func:`lightning_resilience.launch.schedulers.slurm.requeue_trap`. NeMo-Run's own rule there (requeue after any exit
-code but 0, as often as ``retries`` says) is switched off by ``retries = 0``, since it takes a preemption for a failure
-and a failure for good for one to be tried again.
+NeMo-Run asks an executor's launcher to rewrite the command of a task. The launcher in this module turns the command
+into a script that runs ``lightning-resilience launch`` with it, once on every node, inside the task's container if it
+has one. The batch script decides what follows, outside of the container: see
+:func:`lightning_resilience.launch.schedulers.slurm.requeue_trap`. NeMo-Run's own rule there is to requeue after any
+exit code but 0, at most ``retries`` times. It is switched off by ``retries = 0``, since it counts a preemption as a
+failure and retries failures that are final.
 """
 
 from __future__ import annotations
@@ -61,12 +61,12 @@ _RUN = '{python} -m lightning_resilience.launch.cli "${{command[@]}}" {script}'
 class ResilientLaunch(SlurmTemplate):  # type: ignore[misc]  # NeMo-Run has no types
     """Rewrites the command of a task into one that ``lightning-resilience launch`` runs.
 
-    A ``SlurmTemplate``, because ``SlurmExecutor`` asks only those to rewrite a command.
+    It is a ``SlurmTemplate``, because ``SlurmExecutor`` asks only launchers of this class to rewrite a command.
 
     Args:
         options: The options of ``launch``, without nodes and the grace period, which only the job knows.
-        verdict: The file in which the first node's script says how the launch has ended; ``None``: this is no Slurm
-            job, and nobody asks.
+        verdict: The file in which the first node's script reports how the launch has ended; ``None``: this is no Slurm
+            job, so nothing reads the file.
     """
 
     template_inline: str | None = "{{command}}"
@@ -77,8 +77,8 @@ class ResilientLaunch(SlurmTemplate):  # type: ignore[misc]  # NeMo-Run has no t
         """The script that runs the launch.
 
         Args:
-            cmd: The interpreter, the script (or ``-m`` and the module), and its arguments. Under Slurm NeMo-Run takes
-                them as shell text, and so does this; elsewhere as they are.
+            cmd: The interpreter, the script (or ``-m`` and the module), and its arguments. Under Slurm they are shell
+                text, as NeMo-Run takes them; elsewhere they are plain words.
         """
         python, *script = cmd
         options = shlex.join(self.options)
@@ -94,8 +94,8 @@ def _has_our_launcher(executor: Any) -> bool:
     return isinstance(executor.launcher, ResilientLaunch)
 
 
-# A LocalExecutor never asks its launcher, although nothing in the way it starts tasks hinders it. For all of them, and
-# not for the one at hand: an experiment that is reset makes its executors anew, and does not call the plugins again.
+# A LocalExecutor never asks its launcher, although the way it starts tasks would allow it. This is set for the class,
+# not for one executor: an experiment that is reset creates its executors anew, and does not call the plugins again.
 run.LocalExecutor.supports_launcher_transform = _has_our_launcher
 
 
@@ -103,23 +103,25 @@ run.LocalExecutor.supports_launcher_transform = _has_our_launcher
 class FaultTolerancePlugin(run.Plugin):  # type: ignore[misc]  # NeMo-Run has no types
     """Runs a task by ``lightning-resilience launch``: failures are restarted, and a Slurm job is requeued if it helps.
 
-    Every Trainer of the task gets the callbacks of the recipe. For a ``run.Partial``, and for a ``run.Script`` that is
-    a Python script or module; on a ``SlurmExecutor`` or a ``LocalExecutor``.
+    Every Trainer of the task gets the callbacks of the recipe. Works for a ``run.Partial``, and for a ``run.Script``
+    that is a Python script or module; on a ``SlurmExecutor`` or a ``LocalExecutor``.
 
     Args:
-        enable_ft_package: Megatron-Bridge's, and always ``True``: hangs are looked for by the recipe's
-            ``FaultTolerance``. For a run without it give a ``recipe`` of your own.
-        calc_ft_timeouts: Whether limits are calculated from what sections take (Megatron-Bridge's name). ``False`` for
-            a ``run.Partial``, whose Trainer then gets a ``FaultTolerance`` that says so; a script's says so itself.
+        enable_ft_package: An argument of Megatron-Bridge's plugin that must be ``True``: the recipe's
+            ``FaultTolerance`` detects hangs. For a run without it give a ``recipe`` of your own.
+        calc_ft_timeouts: Whether timeouts are calculated from the time that sections take (Megatron-Bridge's name).
+            ``False`` is for a ``run.Partial``, whose Trainer then gets a ``FaultTolerance`` with this setting. A
+            script must set it in its own ``FaultTolerance``.
         num_in_job_restarts: Successive failures without progress after which the workers are restarted in the job.
         num_job_retries_on_failure: How often the job is retried after those: 2 retries are 3 runs. Preemptions and
             time limits are not counted.
         initial_rank_heartbeat_timeout: Seconds that a rank may take to the end of its first batch.
         rank_heartbeat_timeout: Seconds that a rank may take for a batch.
-        section_timeouts: The same and more, as ``launch --section-timeouts`` takes them; goes before the other two.
+        section_timeouts: Timeouts by section, as ``launch --section-timeouts`` takes them, instead of the two timeouts
+            above.
         run_dir: Identity of the run, on storage that all nodes share, as its path is inside the container. Default:
             ``lightning-resilience`` in the task's folder of the experiment, which another experiment does not find.
-        recipe: Which callbacks the Trainers get, as ``launch --recipe``: a name, or ``module:function``.
+        recipe: The callbacks that the Trainers get, as for ``launch --recipe``: a name, or ``module:function``.
         max_requeues: How often the Slurm job may be requeued, for whatever reason.
 
     Raises:
@@ -159,11 +161,11 @@ class FaultTolerancePlugin(run.Plugin):  # type: ignore[misc]  # NeMo-Run has no
         """Gives the executor the launcher; NeMo-Run calls this.
 
         Args:
-            task: What is to be run.
-            executor: Where; changed in place.
+            task: The task.
+            executor: The executor on which it will run; changed in place.
 
         Raises:
-            ValueError: If this task or this executor cannot be run so.
+            ValueError: If the launch does not support this task or this executor.
         """
         _check_task(task)
         if not self.calc_ft_timeouts:
@@ -201,14 +203,14 @@ class FaultTolerancePlugin(run.Plugin):  # type: ignore[misc]  # NeMo-Run has no
             )
         folder = Path(executor.tunnel.job_dir) / Path(executor.job_dir).name
         verdict = str(folder / f"{executor.job_name}_launch_ended")
-        if executor.container_image is not None:  # by the name that the batch script knows, which NeMo-Run's is not
+        if executor.container_image is not None:  # by the name in the batch script; NeMo-Run mounts it by another
             executor.container_mounts.append(f"{folder}:{folder}")
         options = ["--retries-in-new-job", *self._options(folder, _one_task_per_node(executor))]
         executor.launcher = ResilientLaunch(options=options, verdict=verdict)
         executor.retries = 0
         batch = requeue_trap(verdict, executor.HEAD_NODE_IP_VAR, self.max_requeues)
         executor.setup_lines = "\n".join(filter(None, [executor.setup_lines, batch]))
-        executor.srun_args = [*SRUN_OPTIONS, *(executor.srun_args or [])]  # after NeMo-Run's own, so these hold
+        executor.srun_args = [*SRUN_OPTIONS, *(executor.srun_args or [])]  # after NeMo-Run's own, so these apply
 
     def _options(self, folder: Path, workers: int) -> list[str]:
         return [
@@ -223,19 +225,19 @@ class FaultTolerancePlugin(run.Plugin):  # type: ignore[misc]  # NeMo-Run has no
 
 @dataclass(kw_only=True)
 class PreemptionPlugin(run.Plugin):  # type: ignore[misc]  # NeMo-Run has no types
-    """Has Slurm send a signal before the time limit, tells the task how long it has to save, and adds the callback.
+    """Makes Slurm send a signal before the time limit, and gives the task the time to save and the callbacks for it.
 
-    The job is requeued after that if :class:`FaultTolerancePlugin` is there too, in either order.
+    After that the job is requeued if :class:`FaultTolerancePlugin` is used as well, in either order.
 
     Args:
-        preempt_time: Seconds from the signal to the time limit, at least.
+        preempt_time: Minimum number of seconds from the signal to the time limit.
         sig: The signal.
         enable_exit_handler: Whether the Trainer of a ``run.Partial`` gets callbacks (Megatron-Bridge's name). The
             recipe of ``FaultTolerancePlugin`` has its own.
-        enable_exit_handler_for_data_loader: Whether data-loader workers ignore the signal (Megatron-Bridge's, where
-            ``False`` is the default). For a ``run.Script`` its own ``Preemption`` says so, or the recipe's: ``True``.
-        callbacks: What the Trainer gets, each a ``run.Config``. Default: ``Preemption`` and ``AutoResume``. A Trainer
-            that has one of the same class keeps it.
+        enable_exit_handler_for_data_loader: Whether data-loader workers ignore the signal (Megatron-Bridge's name; its
+            default is ``False``). For a ``run.Script`` its own ``Preemption`` decides, or the recipe's: ``True``.
+        callbacks: The callbacks that the Trainer gets, each a ``run.Config``. Default: ``Preemption`` and
+            ``AutoResume``. A Trainer that has a callback of the same class keeps that one.
 
     Raises:
         ValueError: If there would be no time to save.
@@ -255,8 +257,8 @@ class PreemptionPlugin(run.Plugin):  # type: ignore[misc]  # NeMo-Run has no typ
         """Changes the task and the executor; NeMo-Run calls this.
 
         Args:
-            task: What is to be run; changed in place.
-            executor: Where; changed in place.
+            task: The task; changed in place.
+            executor: The executor on which it will run; changed in place.
         """
         executor.env_vars[GRACE_PERIOD_VARIABLE] = str(self.preempt_time - AFTER_GRACE_S)
         if isinstance(executor, run.SlurmExecutor):
@@ -281,10 +283,10 @@ class PreemptionPlugin(run.Plugin):  # type: ignore[misc]  # NeMo-Run has no typ
 
 @dataclass(kw_only=True)
 class WandbPlugin(run.Plugin):  # type: ignore[misc]  # NeMo-Run has no types
-    """Has a task log to Weights & Biases, by the names of Megatron-Bridge's and of NeMo's plugin.
+    """Makes a task log to Weights & Biases; with the names of Megatron-Bridge's and of NeMo's plugin.
 
-    Does nothing, and says so, where ``WANDB_API_KEY`` is not set; it is handed on to the task. Project, entity and name
-    are told to W&B by its environment variables, which any ``WandbLogger`` of a script goes by, and the Trainer of a
+    Without ``WANDB_API_KEY`` it only logs a warning; otherwise the task gets this variable. W&B gets project, entity
+    and name by its environment variables, which every ``WandbLogger`` of a script uses. The Trainer of a
     ``run.Partial`` that has no logger gets one. With :class:`FaultTolerancePlugin` all restarts are one W&B run.
 
     Args:
@@ -293,8 +295,8 @@ class WandbPlugin(run.Plugin):  # type: ignore[misc]  # NeMo-Run has no types
         entity: User or team.
         save_dir: Where a ``run.Partial`` keeps W&B's files. Default: the working directory.
         logger_fn: Called with ``name``; returns the ``run.Config`` of the logger (NeMo's name). Default: a
-            ``WandbLogger`` with the above.
-        log_task_config: Whether a ``run.Partial`` logs how it was configured, with what the experiment is.
+            ``WandbLogger`` with the settings above.
+        log_task_config: Whether a ``run.Partial`` logs its own configuration, and facts about the experiment.
     """
 
     project: str | None = None
@@ -308,8 +310,8 @@ class WandbPlugin(run.Plugin):  # type: ignore[misc]  # NeMo-Run has no types
         """Changes the task and the executor; NeMo-Run calls this.
 
         Args:
-            task: What is to be run; changed in place.
-            executor: Where; changed in place.
+            task: The task; changed in place.
+            executor: The executor on which it will run; changed in place.
         """
         if "WANDB_API_KEY" not in os.environ:
             log.warning("WandbPlugin has no effect: WANDB_API_KEY is not set.")
@@ -327,7 +329,7 @@ class WandbPlugin(run.Plugin):  # type: ignore[misc]  # NeMo-Run has no types
         trainer.logger = logger
 
     def _logger(self, trainer: Any) -> Any:
-        # Of the Lightning package whose Trainer it is: that takes no other's.
+        # From the Lightning package of the Trainer, which accepts only loggers of that package.
         package = _class_of(trainer).__module__.partition(".")[0]
         loggers = importlib.import_module(
             "pytorch_lightning.loggers" if package == "pytorch_lightning" else "lightning.pytorch.loggers"
@@ -350,10 +352,10 @@ def _check_task(task: Any) -> None:
 
 
 def _one_task_per_node(executor: Any) -> int:
-    """Has one task on each node, with the resources of all: the launch, which starts the workers itself.
+    """Sets one task for each node, with the resources of all its tasks: the launch, which starts the workers itself.
 
     Returns:
-        How many workers.
+        How many workers each node has.
     """
     for name in ("nodes", "ntasks_per_node"):
         if not isinstance(getattr(executor, name), int):

@@ -12,15 +12,15 @@ from collections.abc import Sequence
 from lightning_resilience.run.history import Allocation
 
 ALLOCATIONS_WITHOUT_PROGRESS = 10
-"""After so many allocations in a row without a new verified step a job chain ends: something takes every job away
-before the run can save, and does so for ever."""
+"""A job chain ends after this many allocations in a row without a new verified step: something takes every job away
+before the run can save, and would do so forever."""
 
 
 def current_job_chain(allocations: Sequence[Allocation]) -> list[Allocation]:
-    """Those that belong together with the last one."""
+    """The allocations of the same job chain as the last allocation."""
     if not allocations:
         return []
-    # A job that a person has submitted, or a launch by hand, has a count of its own.
+    # A job that a person has submitted, or a launch by hand, begins a chain of its own.
     job_id = allocations[-1].job_id
     apart = (index + 1 for index, each in enumerate(allocations[:-1]) if each.then == "end" or each.job_id != job_id)
     begin = max(apart, default=0)
@@ -28,13 +28,13 @@ def current_job_chain(allocations: Sequence[Allocation]) -> list[Allocation]:
 
 
 def why_it_must_end(job_chain: Sequence[Allocation], restart_count: int, max_requeues: int) -> str | None:
-    """Why there must be no further allocation, if so.
+    """Why there must be no further allocation; ``None``: there may be one.
 
     Args:
-        job_chain: Its allocations so far, all of which have ended.
-        restart_count: How often the scheduler says that the job has been requeued: a job that does not come far enough
-            to write a line counts, too.
-        max_requeues: How often it may be.
+        job_chain: The allocations of the chain so far, all of which have ended.
+        restart_count: How often the job has been requeued, by the scheduler's count. This also includes allocations
+            that ended before they could write a line to the ledger.
+        max_requeues: How often the job may be requeued.
     """
     requeued = max(restart_count, len(job_chain) - 1)
     if requeued >= max_requeues:
@@ -52,12 +52,12 @@ def why_it_must_end(job_chain: Sequence[Allocation], restart_count: int, max_req
 def nodes_to_exclude(last: Allocation, usable_nodes: int | None) -> list[str]:
     """The nodes that the job must not get again.
 
-    Never more than a quarter of the nodes of the job, but one at least; the oldest come back first. A single node is
-    never excluded: there is no other node to compare it to.
+    At most a quarter of the nodes of the job, but at least one. If there are more, the nodes that were excluded first
+    are used again. A single node is never excluded: there is no other node to compare it to.
 
     Args:
         last: The allocation that has just ended.
-        usable_nodes: How many nodes the job could be given at all; ``None`` if unknown, then nothing is added.
+        usable_nodes: How many nodes the job could be given at all; ``None``: unknown; then no node is added.
     """
     count = len(last.nodes)
     suspects = [node for node in last.suspects if node in last.nodes]
@@ -65,5 +65,5 @@ def nodes_to_exclude(last: Allocation, usable_nodes: int | None) -> list[str]:
         return last.excluded
     wanted = [*(node for node in last.excluded if node not in suspects), *suspects][-max(1, count // 4) :]
     if usable_nodes is None or usable_nodes - len(wanted) < count:
-        return last.excluded  # or the job would wait for ever
+        return last.excluded  # otherwise the job would wait forever
     return wanted

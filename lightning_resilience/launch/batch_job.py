@@ -1,11 +1,11 @@
-"""What the batch script of a scheduler runs: one allocation of a run, and the decision what follows it.
+"""The program in a scheduler's batch script: runs one allocation of a run and decides what follows it.
 
-It starts one ``launch`` on every node and waits for them. When they have ended it ends the job, or requeues it, by what
-the first of them has recorded in the ledger. An exit code alone would not do: that of the whole step is the highest of
-all nodes, and a launch that was killed leaves one too. :data:`.exit_codes.BATCH_JOB` holds the rules.
+It starts one ``launch`` on every node and waits for them. When they have ended, it ends the job or requeues it, by what
+the first node's launch has recorded in the ledger. An exit code alone would not do: the exit code of the whole step is
+the highest of all nodes, and a launch that was killed leaves one, too. :data:`.exit_codes.BATCH_JOB` holds the rules.
 
-A job that has ended before it was requeued counts as completed, and never comes back; so this process waits until the
-scheduler ends it.
+A job whose script ends before it was requeued counts as completed, and never comes back. So after a requeue this
+process waits until the scheduler ends it.
 """
 
 from __future__ import annotations
@@ -69,10 +69,10 @@ class End:
     """How an allocation has ended, and what follows.
 
     Args:
-        how: In a few words, for a table.
+        how: How it has ended, in a few words, for a table.
         then: What follows.
-        exit_code: That of the job, if it ends.
-        reason: The same in a sentence.
+        exit_code: The exit code of the job, if the job ends.
+        reason: How it has ended, as a clause for a sentence.
     """
 
     how: str
@@ -85,7 +85,7 @@ class Comment:
     """The comment that the scheduler shows beside the job. Nothing depends on whether it can be set.
 
     Args:
-        scheduler: That of the job.
+        scheduler: The scheduler of the job.
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
@@ -102,8 +102,8 @@ class Comment:
         """Sets the comment, if it has changed and is due.
 
         Args:
-            text: The new one.
-            now: Set it even if it is not due.
+            text: The new comment.
+            now: Whether to set it even if it is not due.
         """
         text = " ".join(text.split())[:_COMMENT_LENGTH]
         if not (self.is_due or now):
@@ -121,9 +121,9 @@ class BatchJob:
     Args:
         scheduler: The scheduler in whose job this process runs.
         run_dir: The run directory.
-        arguments: Those of ``launch``, without what only the job knows: nodes and where they meet.
+        arguments: The arguments of ``launch``, except its nodes and where they meet: only the job knows these.
         max_requeues: How often the job may be requeued.
-        lead_s: Seconds from the scheduler's SIGTERM to the time limit, at least.
+        lead_s: Minimum number of seconds from the scheduler's SIGTERM to the time limit.
     """
 
     def __init__(
@@ -140,8 +140,8 @@ class BatchJob:
         self._has_run = False
 
     def run(self) -> int:
-        """Runs to the end and returns the exit code of the job, unless the scheduler ends this process before."""
-        # These are for the steps. Handlers, because what is ignored would be ignored by the steps too.
+        """Runs to the end and returns the exit code of the job, unless the scheduler ends this process earlier."""
+        # These signals are for the steps. Handlers, because the steps would inherit ignored signals.
         signal.signal(signal.SIGTERM, self._on_term)
         for signum in (signal.SIGUSR1, signal.SIGUSR2):
             signal.signal(signum, lambda signum, frame: None)
@@ -170,7 +170,7 @@ class BatchJob:
         )
         self._ledger.record(start)
         if len(self._history.now().allocations) == len(before):
-            # What is not recorded is not counted, and the job would be requeued for ever.
+            # An allocation that is not recorded is not counted, and the job would be requeued forever.
             return self._without_ledger(f"{self._ledger.path} cannot be written")
         on_every_node, environment = self.scheduler.run_on_every_node()
         command = [*on_every_node, *self.launch_command()]
@@ -181,14 +181,14 @@ class BatchJob:
             self._show_progress()
             time.sleep(_POLL_S)
         status = self.scheduler.status()
-        # Not by their number: what another node has recorded before may have turned up meanwhile.
+        # By their type, not by their number: an event that another node recorded before may have turned up meanwhile.
         end = self._how_it_ended(exit_code, self._history.now().since(AllocationStart), status)
         if end.then == "requeue" and status.is_cancelled:
             end = End("cancelled", "end", exit_codes.INTERRUPTED, "the job was cancelled")
         return self._follow(end)
 
     def launch_command(self) -> list[str]:
-        """The command that is to run on every node."""
+        """The command to run on every node."""
         nodes = self.scheduler.num_nodes
         command = [sys.executable, "-m", "lightning_resilience.launch.cli", "launch", f"--nnodes={nodes}"]
         if nodes > 1:
@@ -199,21 +199,21 @@ class BatchJob:
         self._terms += 1
 
     def _other_job(self, before: Sequence[Allocation]) -> str | None:
-        """Another job that works in this run directory now."""
+        """The id of another job that works in this run directory now, if any."""
         last = before[-1].job_id if before and before[-1].ended is None else None
         if last is None or last == self.scheduler.job_id:
             return None
         return last if self.scheduler.is_at_work(last) else None
 
     def _why_not(self, before: Sequence[Allocation]) -> str | None:
-        """Why this allocation must not begin: a job that the scheduler itself has requeued was not asked at its end."""
+        """Why this allocation must not begin; needed where the scheduler itself has requeued the job."""
         job_chain = current_job_chain(before)
         if not job_chain or job_chain[-1].then == "end" or job_chain[-1].job_id != self.scheduler.job_id:
             return None
         return why_it_must_end(job_chain, 0, self.max_requeues)
 
     def _without_ledger(self, reason: str) -> int:
-        """Ends the job before anything has run: a mistake. Later a node has lost the storage, another may have it."""
+        """Ends the job if nothing has run yet; later requeues it, since only this node may have lost the storage."""
         restarts = self.scheduler.restart_count
         if (self._has_run or restarts > 0) and restarts < self.max_requeues:
             return self._requeue(End("storage lost", "requeue", 1, reason), [], [])
@@ -227,7 +227,7 @@ class BatchJob:
                 self._comment.show(progress_line(self._history.now()))
 
     def _how_it_ended(self, exit_code: int, events: Sequence[Event], status: JobStatus) -> End:
-        """How this allocation has ended: by its events; where they are silent, by exit code and status."""
+        """How this allocation has ended: by its events; if they do not show it, by exit code and status."""
         exits = [event for event in events if isinstance(event, LaunchExit)]
         if not exits:
             if refusals := [event for event in events if isinstance(event, RunRefused)]:
@@ -256,12 +256,12 @@ class BatchJob:
         return "time limit" if is_near else "told to stop"
 
     def _follow(self, end: End) -> int:
-        """Does what follows, and returns the exit code of the job, unless the scheduler ends this process before."""
+        """Ends or requeues the job; returns its exit code, unless the scheduler ends this process earlier."""
         allocations = self._history.now().allocations
         if not allocations:
             raise OSError(f"{self._ledger.path} has lost its content")
         last = allocations[-1]
-        before = excluded = last.excluded  # the allocation goes on with the ledger
+        before = excluded = last.excluded  # the allocation changes with the ledger
         if end.then == "requeue":
             job_chain = current_job_chain(allocations)
             stop = why_it_must_end(job_chain, self.scheduler.restart_count, self.max_requeues)
@@ -276,7 +276,7 @@ class BatchJob:
         return self._requeue(end, before, excluded)
 
     def _count_usable_nodes(self, excluded: Sequence[str]) -> int | None:
-        """How many nodes the job could be given, without those that its user excludes; ``None``: that is unknown."""
+        """How many nodes the job could be given, without the nodes that its user excludes; ``None``: unknown."""
         listed, usable = self.scheduler.excluded_nodes(), self.scheduler.usable_nodes()
         if usable is None or listed is None:
             return None
@@ -289,7 +289,7 @@ class BatchJob:
         return end.exit_code
 
     def _requeue(self, end: End, before: Sequence[str], excluded: Sequence[str]) -> int:
-        """Requeues the job, which has excluded the nodes ``before`` so far, beside those that its user excludes."""
+        """Requeues the job, which excludes the nodes ``before`` so far, besides the nodes that its user excludes."""
         is_new = list(excluded) != list(before)
         without = f", without {', '.join(excluded)}" if is_new else ""
         log_line(f"Requeuing the job{without} ({end.how}): {end.reason}.")
@@ -304,11 +304,11 @@ class BatchJob:
             if time.monotonic() > deadline:
                 reason = f"the job could not be requeued ({refusal}); submit it again to continue the run"
                 return self._end(End(end.how, "end", exit_codes.INTERRUPTED, reason))
-            # The SIGTERM that takes the job back may have ended the scheduler's command, too.
+            # The SIGTERM with which the scheduler takes the job back may have ended the scheduler's command, too.
             self._wait_for_term(min(deadline, time.monotonic() + REQUEUE_EVERY_S))
-        if is_new and listed is not None:  # else its user's own would be forgotten
+        if is_new and listed is not None:  # otherwise the nodes that the user excludes would be forgotten
             self._exclude([*(node for node in listed if node not in before), *excluded])
-        self._wait_for_term(deadline)  # the scheduler's, which has taken the job back
+        self._wait_for_term(deadline)  # from the scheduler, which has taken the job back
         return exit_codes.INTERRUPTED
 
     def _wait_for_term(self, deadline: float) -> None:
@@ -316,7 +316,7 @@ class BatchJob:
             time.sleep(0.1)
 
     def _exclude(self, nodes: Sequence[str]) -> None:
-        """Sets which nodes the job must not get, which is pending by now."""
+        """Sets the nodes that the job must not get; the job is pending by now."""
         refusal = None
         for _ in range(_EXCLUDE_TRIES):  # the SIGTERM that takes the job back may end the scheduler's command, too
             if (refusal := self.scheduler.exclude(nodes)) is None:
@@ -327,7 +327,7 @@ class BatchJob:
 
 
 def _this_node() -> str:
-    """A name by which the other nodes find this one, on which the batch script runs: the first."""
+    """A name by which the other nodes find this one. It is the first node, on which the batch script runs."""
     try:
         socket.getaddrinfo(node_name(), None)
     except OSError:
@@ -336,7 +336,7 @@ def _this_node() -> str:
 
 
 def _free_port() -> int:
-    """A port that nothing on this node listens on now."""
+    """A port on which nothing on this node listens now."""
     for port in random.SystemRandom().sample(PORTS, 100):
         with socket.socket() as probe, suppress(OSError):
             probe.bind(("", port))

@@ -1,15 +1,19 @@
-"""How often a run may fail: computed from the ledger alone, so that a launcher that starts again knows it too.
+"""How often a run may fail: computed from the ledger alone, so that a launcher that starts again knows it, too.
 
-Three limits hold at once. *Successive failures without progress* are counted since the highest verified step ever
-reached last advanced: a worker group is restarted inside the job ``in_job_restarts`` times, then the job is retried
-``job_retries`` times, then the run gives up. The elastic launcher cannot know what has advanced: it gets all restarts
-that the other limits leave, and the workers ask for this one before they begin (:func:`allows_restart`). *The same
-failure* (see :class:`~.failures.Failure`) may come as often as that makes together: if it is back at the same step from
-the same checkpoint, then whatever advanced meanwhile (another fit, or a checkpoint that could not be read again) has
-not helped against it. That count starts anew when a step of its fit beyond the one at which it came is verified. A
-checkpoint nearer to that step is progress: from there it is another failure. *Failures per day* are counted whatever
-progress there was, so that a leak that crashes every minute and saves in between does not restart for ever. A
-preemption is not a failure, and it refills nothing. A new launch of a run that was given up or halted starts with a
+Three limits hold at once:
+
+- *Successive failures without progress* are counted since the highest verified step ever reached last advanced. A
+  worker group is restarted inside the job ``in_job_restarts`` times, then the job is retried ``job_retries`` times,
+  then the run gives up. The elastic launcher cannot know what has advanced: it gets all restarts that the other limits
+  leave, and the workers check this limit before they begin (:func:`allows_restart`).
+- *The same failure* (see :class:`~.failures.Failure`) may happen as often as these two numbers allow together. If it is
+  back at the same step from the same checkpoint, then the progress in between (in another fit, or by a checkpoint that
+  could not be read again) has not helped against it. Its count starts anew when a step of its fit beyond the step of
+  the failure is verified. A checkpoint nearer to that step is progress: from there it is another failure.
+- *Failures per day* are counted whatever progress was made, so that a leak that crashes every minute and saves in
+  between does not restart forever.
+
+A preemption is not a failure, and it refills nothing. A new launch of a run that was given up or halted starts with a
 fresh budget.
 """
 
@@ -32,7 +36,7 @@ class Decision:
     Args:
         action: ``start`` the workers (again) as the same job, ``retry`` as a new job, or ``give_up``.
         max_restarts: How often the elastic launcher may restart the workers after that if they advance in between.
-        job_attempt: Number of the job retry: 0 is the first job since the last progress.
+        job_attempt: Number of the job retry; 0 is the first job since the last progress.
         reason: A clause for the log.
     """
 
@@ -44,7 +48,7 @@ class Decision:
 
 @dataclass(frozen=True)
 class Budget:
-    """The limits.
+    """The limits of a run.
 
     Args:
         in_job_restarts: Successive failures without progress after which the workers are restarted inside the job.
@@ -102,12 +106,12 @@ class Budget:
 def allows_restart(history: History, start: WorkersStart) -> bool:
     """Whether workers that the elastic launcher has started again may begin.
 
-    All ranks of a node find the same: it depends neither on the clock nor on why the last ones ended, which their
-    watchdog may be recording meanwhile. The other two limits the elastic launcher keeps.
+    All ranks of a node get the same result: it depends neither on the clock nor on why the last workers ended, which
+    their watchdog may be recording meanwhile. The elastic launcher enforces the other two limits.
 
     Args:
         history: The run's history.
-        start: What rank 0 would record; to another ``rank`` it may have done so already.
+        start: The event that rank 0 would record. For another ``rank``, rank 0 may have recorded it already.
     """
     last, counts = history.last(WorkersStart), history.failures
     is_same = last and (last.elastic_run_id, last.restart_count) == (start.elastic_run_id, start.restart_count)
@@ -116,18 +120,18 @@ def allows_restart(history: History, start: WorkersStart) -> bool:
 
 
 def budget_of(history: History) -> Budget:
-    """The limits that the last launch has been given."""
+    """The budget that the last launch has recorded."""
     launch = history.last(LaunchStart)
     given = (launch.budget if launch is not None else None) or {}
-    known = {field.name for field in fields(Budget)}  # another version may have had other ones
+    known = {field.name for field in fields(Budget)}  # another version may have had other limits
     return Budget(**{name: each for name, each in given.items() if name in known and type(each) is int})
 
 
 def failures_today(history: History, now: float) -> int:
-    """How many failures a run has had within 24 hours.
+    """How many failures a run has had within the last 24 hours.
 
     Args:
-        history: Its history.
+        history: The run's history.
         now: Seconds since the epoch.
     """
     return sum(count for time, count in history.failures.at.items() if time > now - _DAY_S)

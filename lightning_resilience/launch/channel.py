@@ -1,41 +1,45 @@
-"""The channel between the launcher of a node and each of its workers: a pair of sockets that nobody else has.
+"""The channel between the launcher of a node and each of its workers: a pair of sockets that no other process has.
 
-Whoever can write to the run directory, or to node memory, has no say here. Every worker has one, from its start to its
-end. A message is a JSON object, preceded by its length in 4 bytes; ``kind`` says what it is:
+So a process that can only write to the run directory or to node memory cannot send messages. Every worker has a channel
+from its start to its end. A message is a JSON object, preceded by its length in 4 bytes; ``kind`` is its type:
 
 =========== =========================== =======================================================================
 kind        from -> to                  meaning, and its other fields
 =========== =========================== =======================================================================
-``begun``   worker -> launcher          it is at its first boundary; once more with what it has imported (``modules``,
+``begun``   worker -> launcher          it is at its first boundary; sent again with what it has imported (``modules``,
                                         ``changes``, ``files``, see :mod:`~lightning_resilience.launch.imports`), where
                                         the launcher has asked for that
 ``import``  launcher -> spare           what to import: the fields of ``begun``; ``parent``: the launcher's pid
-``ready``   spare -> launcher           it has; ``problem``: why it cannot be used, or null; ``memory``: its own bytes
+``ready``   spare -> launcher           it has imported that; ``problem``: why it cannot be used, or null; ``memory``:
+                                        bytes of memory that it shares with no other process
 ``go``      launcher -> spare           it is a worker now: ``env``, ``cwd``, ``redirected``: which of descriptors 1 and
                                         2 come with the message
-``going``   worker that was a spare ->  it has read that
-``state``   rank -> ``--elastic``       ``state``: ``ready`` (the loss of another rank can be mended; ``fewer``: why its
-                                        fit cannot go on with fewer ranks, "", or null: not known yet; ``tasks``: why no
-                                        other rank can take those of rank 0, or ""; ``group``: how many ranks hold the
-                                        state together, of which others have copies; ``has_trained``: whether it only
-                                        ends its fit), ``refused`` (it cannot; ``reason``), ``left`` (it has left the
-                                        fit, to enter it again), ``waiting`` (at the door, to be taken into a
-                                        generation), ``done``, ``needs_all`` (it begins another fit, and ranks are
-                                        absent; ``reason``); ``generation``: in which
-``saved``   rank -> ``--elastic``       there is a state to go back to; ``is_usable``: or none that all can verify
-``stop``    ``--elastic`` -> rank       all ranks save and end; of several nodes, and SIGTERM follows
-``replace`` ``--elastic`` -> rank       another generation begins: ``lost``: how each rank that was lost has ended;
-                                        ``generation``: its number; ``port``: of its store; ``members``: who is in it;
-                                        ``together``: whether all leave the present one at a boundary that they agree
-                                        on; ``is_start``: whether all were started for it
-``restart`` ``--elastic`` -> rank       all ranks are ended and started again
+``going``   worker that was a spare ->  it has received ``go``
+``state``   rank -> ``--elastic``       ``state``: ``ready`` (in a fit; the loss of another rank can be repaired;
+                                        ``fewer``: why its fit cannot continue with fewer ranks, "" if it can, null if
+                                        that is not known yet; ``tasks``: why no other rank can take the tasks of rank
+                                        0, or ""; ``group``: how many ranks hold the state together, of which other
+                                        groups have copies; ``has_trained``: whether it only ends its fit), ``refused``
+                                        (a loss cannot be repaired without a restart of all ranks; ``reason``), ``left``
+                                        (it has left the fit, to enter it again), ``waiting`` (to be admitted into a
+                                        generation), ``done`` (its fit has ended), ``needs_all`` (it begins another fit,
+                                        and ranks are absent; ``reason``); ``generation``: its generation
+``saved``   rank -> ``--elastic``       a state to resume from exists; ``is_usable`` is false: no such state exists that
+                                        all ranks can verify
+``stop``    ``--elastic`` -> rank       all ranks of several nodes must save and end; SIGTERM follows
+``replace`` ``--elastic`` -> rank       another generation begins: ``lost``: how each lost rank has ended;
+                                        ``generation``: its number; ``port``: of its store; ``members``: its slots;
+                                        ``together``: whether all ranks leave the present generation at a boundary that
+                                        they agree on; ``is_start``: whether all members were started for it
+``restart`` ``--elastic`` -> rank       all ranks (of a follower that has lost the first node: the ranks of its node)
+                                        are ended. They are started again, unless no restart is left or the run is over
 =========== =========================== =======================================================================
 
 A *generation* is one start of a process group under ``launch --elastic``
 (:mod:`~lightning_resilience.launch.elastic`, :mod:`~lightning_resilience.launch.membership`).
 
-A worker gets its end by :func:`~lightning_resilience.launch.park.enter` and finds it with :func:`of_worker`. The
-launcher's ends are those of :class:`~lightning_resilience.launch.spares.Workers`.
+:func:`~lightning_resilience.launch.park.enter` gives a worker its end of the channel; :func:`of_worker` returns it.
+The class :class:`~lightning_resilience.launch.spares.Workers` has the launcher's ends.
 
 Imports neither torch nor Lightning.
 """
@@ -53,8 +57,8 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 CHANNEL_VARIABLE = "LIGHTNING_RESILIENCE_CHANNEL"
-"""Environment variable of a worker with its end: the numbers of its descriptor and of that of the gate of
-:mod:`~lightning_resilience.launch.standstill`, or -1, and what the process is for."""
+"""Environment variable of a worker: the number of the descriptor of its end, the number of the descriptor of the gate
+of :mod:`~lightning_resilience.launch.standstill` (or -1), and what the process is for."""
 
 _TAKES_WITHIN_S = 10.0
 _LARGEST = 1 << 26
@@ -65,8 +69,8 @@ class Message(NamedTuple):
     """A message.
 
     Attributes:
-        kind: What it is.
-        fields: What it says.
+        kind: Its type.
+        fields: Its content.
         fds: The descriptors that have come with it; the receiver closes them.
     """
 
@@ -76,12 +80,12 @@ class Message(NamedTuple):
 
 
 class Channel:
-    """One end.
+    """One end of the channel.
 
     Args:
-        connection: The socket; it is this object's from here on, and is not inherited by what is executed.
-        takes_within_s: How long the other end may take until it has read enough.
-        largest: How many bytes a message that is received may have.
+        connection: The socket. This object owns it, and programs that this process executes do not inherit it.
+        takes_within_s: How long a send may wait until the other end has read enough.
+        largest: How many bytes a received message may have.
     """
 
     def __init__(
@@ -93,22 +97,26 @@ class Channel:
         self._sending = threading.Lock()
         connection.set_inheritable(False)
         connection.setblocking(True)
-        # Who is stopped must not stop the other: SO_SNDTIMEO holds for sending only.
+        # A process that is stopped must not block the other one. SO_SNDTIMEO holds for sending only.
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(takes_within_s))
 
     def send(self, kind: str, fds: Sequence[int] = (), **fields: Any) -> bool:
-        """Sends a message; never raises.
+        """Sends a message; a connection that fails raises nothing.
 
         Args:
-            kind: What it is.
+            kind: The type of the message.
             fds: Descriptors that the other end gets with it.
-            fields: What it says.
+            fields: Its content.
 
         Returns:
-            Whether it was sent. The other end may be gone, or not read for 10 s; then nothing more can be sent.
+            Whether the message was sent. If the other end is gone, or does not read for ``takes_within_s``, nothing
+            more can be sent. A forked child sends nothing.
+
+        Raises:
+            TypeError: If a field has a type that JSON does not know.
         """
         if self._pid != os.getpid():
-            return False  # a forked child does not speak for its parent
+            return False  # a forked child does not send in the name of its parent
         data = json.dumps({"kind": kind, **fields}).encode()
         with self._sending:
             try:
@@ -125,7 +133,7 @@ class Channel:
                 return False
 
     def receive(self) -> Message | None:
-        """Waits for a message; ``None``: the other end is gone, or says what is no message."""
+        """Waits for a message; ``None``: the other end is gone, or has sent something that is no message."""
         fds: list[int] = []
         with suppress(OSError, ValueError, RecursionError):
             header, fds, _, _ = socket.recv_fds(self._connection, _HEADER.size, 2)
@@ -150,9 +158,9 @@ class Channel:
         """Whether :meth:`receive` would return at once.
 
         Args:
-            within_s: How long to wait until it would.
+            within_s: How long to wait for that.
         """
-        poll = select.poll()  # not select, which takes no descriptor from 1024 on
+        poll = select.poll()  # not select, which accepts no descriptor above 1023
         poll.register(self._connection, select.POLLIN)
         return bool(poll.poll(within_s * 1000))
 
@@ -160,8 +168,8 @@ class Channel:
         """Receives in a thread from here on.
 
         Args:
-            take: Called in it with every message.
-            end: Called in it when the other end is gone.
+            take: Called in that thread with every message.
+            end: Called in that thread when the other end is gone.
         """
 
         def run() -> None:
@@ -176,11 +184,11 @@ class Channel:
         threading.Thread(target=run, name="resilience-channel", daemon=True).start()
 
     def fileno(self) -> int:
-        """The number of its descriptor."""
+        """The number of the descriptor of this end."""
         return self._connection.fileno()
 
     def close(self) -> None:
-        """Ends it; a thread that listens ends, too."""
+        """Closes this end; the thread of :meth:`listen` ends, too."""
         with suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
         self._connection.close()
@@ -194,15 +202,15 @@ _of_worker: Channel | None = None
 
 
 def set_of_worker(channel: Channel) -> None:
-    """This process is a worker and has this channel.
+    """Makes this process a worker with this channel.
 
     Args:
-        channel: Its end.
+        channel: The worker's end.
     """
     global _of_worker
     _of_worker = channel
 
 
 def of_worker() -> Channel | None:
-    """The channel of this worker to its launcher, if this is a worker that has one."""
+    """The channel of this worker to its launcher; ``None``: this process has none."""
     return _of_worker

@@ -1,10 +1,12 @@
 """``lightning-resilience clean``: lists and removes files that runs have left behind and nobody needs.
 
-A run that is in use is not touched: one that a scheduler has in its queue, of which a launch, a trainer or a rank lives
-on any node, or whose attempt token has changed since it was looked at. A launch may begin at any moment, and is not
-held up. So that it loses nothing, what is removed is what a launch neither reads nor writes, this is checked once more
-right before, and of it only the very files that were listed: same inode, size and times. Ledger, checkpoints and what
-the records of launches say stay. So do links, and whatever has a file of another user in it.
+A run that is in use is not touched. A run is in use if a scheduler has it in its queue, if one of its launches,
+trainers or ranks is alive on any node, or if its attempt token has changed since it was read.
+
+A launch may begin at any moment, and is not held up. So that it loses nothing, only files are removed that a launch
+neither reads nor writes. Right before, this is checked again, and only the very files that were listed are removed:
+same inode, size and times. The ledger, the checkpoints and the records of launches stay. So do links, and everything
+that contains a file of another user.
 """
 
 from __future__ import annotations
@@ -43,20 +45,20 @@ _LOCAL = "local checkpoints"
 _QUARANTINE = "quarantine"
 _OF_WATCHDOG = "files of a watchdog"
 
-_Seen = tuple[int, ...]  # of a file: which it is, and that it has not changed
+_Seen = tuple[int, ...]  # identifies a file, and shows that it has not changed
 
 
 @dataclass(frozen=True)
 class Leftover:
-    """What can be removed.
+    """Files and folders that can be removed together.
 
     Attributes:
-        kind: What it is, in a word or two.
-        path: Where.
-        why: Why it is safe.
-        files: Its files, as they were seen.
-        folders: Its folders, the deepest first.
-        in_use: Says why it must stay after all; ``None``: it need not.
+        kind: What they are, in a word or two.
+        path: Where they are.
+        why: Why it is safe to remove them.
+        files: The files, with their state when they were listed.
+        folders: The folders, the deepest first.
+        in_use: Returns why they must stay after all; ``None``: they can be removed.
     """
 
     kind: str
@@ -68,19 +70,19 @@ class Leftover:
 
     @property
     def size(self) -> int:
-        """Bytes of its files."""
+        """Bytes of the files."""
         return sum(seen[2] for seen in self.files.values())
 
 
 @dataclass
 class Found:
-    """What there is.
+    """What a search has found.
 
     Attributes:
         leftovers: What can be removed.
-        kept: What might be taken for it, and why it stays.
-        searched: The runs below folders in which runs were looked for that are not where they were, by their names. To
-            be cleared where what is there may have changed: a search may take seconds.
+        kept: What looks as if it could be removed, and why it stays.
+        searched: For each folder in which moved runs were looked for, the runs below it by their names. Must be cleared
+            when these may have changed. A search may take seconds.
     """
 
     leftovers: list[Leftover] = field(default_factory=list)
@@ -88,7 +90,7 @@ class Found:
     searched: dict[Path, dict[str | None, Path]] = field(default_factory=dict)
 
     def add(self, kind: str, path: Path, why: str, in_use: Callable[[], str | None], parts: Collection[Path]) -> None:
-        """Adds a leftover, if it is this user's alone.
+        """Adds a leftover, if it belongs to this user alone.
 
         Args:
             kind: As :class:`Leftover`.
@@ -110,7 +112,7 @@ class Found:
             self.leftovers.append(Leftover(kind, path, why, files, folders, in_use))
 
     def run_below(self, folder: Path, name: str) -> Path | None:
-        """A run below a folder, if it is there.
+        """The run with this name below a folder, if one exists.
 
         Args:
             folder: The folder; it is searched once.
@@ -126,7 +128,7 @@ def _seen(about: os.stat_result) -> _Seen:
 
 
 def _walk(path: Path, files: dict[Path, _Seen], folders: list[Path]) -> str | None:
-    """Adds what is in a path and it itself; returns why it must stay, if so."""
+    """Adds a path and everything in it; returns why it must stay, if so."""
     try:
         about = path.lstat()
         if stat.S_ISLNK(about.st_mode) or about.st_uid != os.getuid():
@@ -149,7 +151,7 @@ def remove(leftover: Leftover) -> str | None:
     """Removes a leftover; returns why it stays, if so.
 
     Args:
-        leftover: What was found.
+        leftover: The leftover.
     """
     try:
         if (why := leftover.in_use()) is not None:
@@ -160,9 +162,9 @@ def remove(leftover: Leftover) -> str | None:
             with suppress(FileNotFoundError):
                 if _seen(path.lstat()) == seen:
                     path.unlink()
-        if leftover.in_use() is None:  # else who begins now finds its folder
+        if leftover.in_use() is None:  # otherwise a launch that begins now still finds its folder
             for folder in leftover.folders:
-                with suppress(OSError):  # something is in it that was not listed
+                with suppress(OSError):  # it contains something that was not listed
                     folder.rmdir()
             if leftover.kind == _LOCAL:
                 remove_empty(leftover.path.parent)
@@ -180,11 +182,11 @@ class _Run:
 
     Attributes:
         directory: The run directory.
-        name: Its identity; ``None``: it has none.
-        token: The attempt that owned it when it was looked at.
-        why_ongoing: Why it is in use, as ledger and scheduler have said then; ``None``: it is not.
+        name: The run's identity; ``None``: it has none.
+        token: The token of the attempt that owned the run when it was read.
+        why_ongoing: Why it was in use then, from ledger and scheduler; ``None``: it was not.
         recorded: Attempts and nodes whose time is in the ledger.
-        still: The records of launches on other nodes that do not move: those of dead launches.
+        still: The records of launches on other nodes that do not change: these launches are dead.
     """
 
     directory: RunDirectory
@@ -212,11 +214,11 @@ class _Run:
         return self.directory.path
 
     def records_elsewhere(self) -> list[Record]:
-        """Records of launches of which it cannot be seen here whether they live."""
+        """Records of launches for which this process cannot check whether they live."""
         return [each for each in records(self.path / "launches") if not each.is_here]
 
     def in_use(self) -> str | None:
-        """Why it must not be touched, as far as that can have changed since it was read; ``None``: it is not in use."""
+        """Why the run must not be touched, as far as that can have changed since; ``None``: it is not in use."""
         if self.why_ongoing is not None:
             return self.why_ongoing
         if self.directory.attempt != self.token:
@@ -243,7 +245,7 @@ def _name_of(run_dir: Path) -> str | None:
 
 
 def _watch(runs: Collection[_Run]) -> None:
-    """Watches the records of launches on other nodes for as long as a launch would that wants to take the run over."""
+    """Watches the records of launches on other nodes, for the time that a launch would before it takes a run over."""
     before = {record.path: record for run in runs if run.why_ongoing is None for record in run.records_elsewhere()}
     if not before:
         return
@@ -253,13 +255,13 @@ def _watch(runs: Collection[_Run]) -> None:
     for run in runs:
         now = {record.path: record for record in run.records_elsewhere()}
         still = {path for path, record in now.items() if path in before and before[path].content == record.content}
-        # Only the first node's and spares' move: the others live as long as the first.
+        # Only the records of the first node and of spares move: the other launches end with the first one.
         if any(now[path].role == FIRST for path in still):
             run.still = {path: now[path].content for path in still}
 
 
 def _of_run(run: _Run, found: Found) -> None:
-    """What a run has left in its run directory."""
+    """Finds what a run has left in its run directory."""
     for fit in run.directory.fits:
         for folder in (fit.quarantine, fit.checkpoints / _QUARANTINE):
             _add_quarantine(folder, run.in_use, found)
@@ -277,14 +279,14 @@ def _of_run(run: _Run, found: Found) -> None:
 
 
 def _add_quarantine(folder: Path, in_use: Callable[[], str | None], found: Found) -> None:
-    # The folder itself stays: it says that there was something.
+    # The folder itself stays: it shows that something was quarantined.
     if folder.is_dir() and not folder.is_symlink():
         parts = [path for path in sorted(folder.iterdir()) if not is_temporary(path)]
         found.add(_QUARANTINE, folder, "failed verification or was marked bad: a resume never takes it", in_use, parts)
 
 
 def _is_written(path: Path) -> str | None:
-    """Whether a temporary file may become a finished one."""
+    """Why a temporary file must stay: it may become a finished one; ``None``: it will not."""
     with suppress(FileNotFoundError):
         return None if is_abandoned(path) else "it is being written"
     return None
@@ -298,7 +300,7 @@ def _first_of(*reasons: Callable[[], str | None]) -> Callable[[], str | None]:
 
 
 def _of_node(runs: Collection[_Run], local_dir: Path | None, found: Found, with_others: bool) -> None:
-    """What has been left on this node: by the runs, by runs that are gone, and by killed processes."""
+    """Finds what was left on this node: by the runs, by runs that no longer exist, and by killed processes."""
     by_name = {run.name: run for run in runs if run.name is not None}
     folders = [folder for base in map(_resolved, memory_bases()) for folder in _own(base, "*/*")]
     if local_dir is not None:  # perhaps on storage that nodes share
@@ -335,7 +337,7 @@ def _unless_in(folder: Path, those: Callable[[], Iterable[Path]]) -> str | None:
 
 
 def _of_run_folder(folder: Path, run: _Run | None, found: Found) -> None:
-    """The local checkpoints of one run on this node."""
+    """Finds the local checkpoints of one run on this node."""
     origin = read_origin(folder)
     owner = folder if origin is None else origin.run_dir
     if run is not None and owner != run.path and _name_of(owner) == folder.name:
@@ -362,21 +364,21 @@ def _of_run_folder(folder: Path, run: _Run | None, found: Found) -> None:
 
 
 def _has_final(fit: FitDirectory, local: Path) -> bool:
-    """Whether a fit has finished and saved its final state; one that has trained on since then has later local ones."""
+    """Whether a fit has finished, has saved its final state, and has no local checkpoints of later steps."""
     outcome, finals = fit.outcome, matching(fit.checkpoints, "step-*-final.ckpt")
     if outcome is None or outcome.status != "finished" or not finals:
         return False
-    newest = max(finals).name.removesuffix("-final.ckpt")  # step-000000000012, with which those of later steps sort
+    newest = max(finals).name.removesuffix("-final.ckpt")  # step-000000000012; names of later steps sort after it
     return all(each.name[: len(newest)] <= newest for each in matching(local, "step-*"))
 
 
 def _why_not_gone(origin: Origin, name: str, found: Found) -> str | None:
-    """Why a run may be there; empty if it is there, in a folder that was not asked for; ``None``: it is gone.
+    """Why a run may still exist; "" if it exists in a folder that was not searched; ``None``: it is gone.
 
     Args:
-        origin: Where it was.
+        origin: Where its run directory was.
         name: Its identity.
-        found: Knows what searches have found.
+        found: Has the results of earlier searches.
     """
     now, left = _name_of(origin.run_dir), origin.nearest_above
     if now == name:
@@ -388,7 +390,7 @@ def _why_not_gone(origin: Origin, name: str, found: Found) -> str | None:
 
 
 def _writer_in(folder: Path) -> str | None:
-    """Whether a process holds the lock of its files there, in whatever container of this node."""
+    """Why files in a folder must stay: a process in any container of this node has locked them; ``None``: none has."""
     for path in matching(folder, ".writer-*", "*/.writer-*"):
         with suppress(FileNotFoundError):
             fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -405,11 +407,11 @@ def _writer_in(folder: Path) -> str | None:
 
 
 def find_leftovers(folder: str | os.PathLike[str], local_dir: Path | None = None) -> Found:
-    """What the runs below a folder have left in their run directories and on this node, and runs that are gone here.
+    """Finds what the runs below a folder, and runs that no longer exist, have left in run directories and on this node.
 
     Args:
-        folder: The folder, or one run directory: then no local checkpoints of other runs.
-        local_dir: The folder of local checkpoints that they were given, if any.
+        folder: The folder; or one run directory: then no local checkpoints of other runs are found.
+        local_dir: The folder of local checkpoints that the runs were given, if any.
     """
     found, runs = Found(), []
     below = runs_below(Path(folder).absolute())[0]
@@ -429,13 +431,13 @@ def find_leftovers(folder: str | os.PathLike[str], local_dir: Path | None = None
 
 
 def clean(folder: str | os.PathLike[str], local_dir: Path | None, as_json: bool, agrees: Callable[[str], bool]) -> int:
-    """Shows what can be removed, and removes it; returns the exit code: 1 if something could not be.
+    """Shows what can be removed, and removes it; returns the exit code: 1 if something could not be removed.
 
     Args:
-        folder: As :func:`find_leftovers`.
-        local_dir: As :func:`find_leftovers`.
-        as_json: Whether for programs, see :data:`.json_output.KEYS`.
-        agrees: Asked with a question, whether to remove it.
+        folder: As for :func:`find_leftovers`.
+        local_dir: As for :func:`find_leftovers`.
+        as_json: Whether to print JSON for programs, see :data:`.json_output.KEYS`.
+        agrees: Asks the user a question; returns whether to remove the files.
     """
     found = find_leftovers(folder, local_dir)
     leftovers = found.leftovers
@@ -445,7 +447,7 @@ def clean(folder: str | os.PathLike[str], local_dir: Path | None, as_json: bool,
     problems: list[str | None] = [None] * len(leftovers)
     does = bool(leftovers) and agrees(f"Remove these {len(leftovers)} ({size})?")
     if does:
-        found.searched.clear()  # whoever was asked has taken time to answer
+        found.searched.clear()  # the user may have taken time to answer
         problems = [remove(each) for each in leftovers]
     if as_json:
         print(to_json(_content(found, problems, does)))

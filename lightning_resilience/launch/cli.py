@@ -43,7 +43,7 @@ from lightning_resilience.run.ledger import node_name
 from lightning_resilience.run.settings import GLOBAL_BATCHES, READS_AGAIN, SHRINK
 from lightning_resilience.run.what_if import SETTINGS
 
-_NAME = r"[^\W\d]\w*"  # in Python
+_NAME = r"[^\W\d]\w*"  # a name in Python
 _BUDGET = {
     "in_job_restarts": "restarts of the workers inside the job after successive failures without progress",
     "job_retries": "retries of the job after those restarts; 2 retries are 3 runs",
@@ -80,7 +80,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 @contextmanager
 def _without_collections() -> Iterator[None]:
-    """A report keeps all that it reads: to look for garbage finds none, and takes a third of the time."""
+    """Turns garbage collection off: a report keeps all its objects, and collections would take a third of its time."""
     gc.disable()
     try:
         yield
@@ -136,7 +136,7 @@ def _run(options: argparse.Namespace) -> None:
             watch(options.run_dir, options.interval, options.json)
         return
     settings = _settings(options)
-    if "--help" in options.args or options.args == ["-h"]:  # a question to the script, and no run
+    if "--help" in options.args or options.args == ["-h"]:  # asks for the script's help: no run begins
         os.execv(sys.executable, [sys.executable, *settings.command])
     if options.quiet:
         os.environ[QUIET_VARIABLE] = "1"
@@ -172,7 +172,7 @@ def _why_no_run(path: Path) -> str | None:
 
 
 def _is_folder_of_runs(options: argparse.Namespace) -> bool:
-    """Whether the runs below a folder are shown, and not one run."""
+    """Whether to show all runs below a folder, not a single run."""
     path = Path(options.run_dir)
     if options.action == "list":
         if not path.is_dir():
@@ -205,7 +205,7 @@ def launch_settings(arguments: Sequence[str]) -> LaunchSettings:
     """Parses the command line of a launch.
 
     Args:
-        arguments: Those of ``lightning-resilience launch``.
+        arguments: The arguments of ``lightning-resilience launch``.
 
     Raises:
         SystemExit: With code 2 if they are invalid; the reason is printed.
@@ -222,7 +222,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
             options.parser.error(f"unexpected argument: {name}")
         options.parser.error(f"there is no option {name}" + (f"; did you mean {known[0]}?" if known else ""))
     if options.action == "launch" or options.action in _SCHEDULERS:
-        # One argument for both, or argparse would take the first "--" of the script's for its own.
+        # One argument for both, or argparse would take the script's first "--" for its own.
         script, *options.args = options.command[1:] if options.command[0] == "--" else options.command
         options.script = script
         if options.json and not options.plan:
@@ -342,7 +342,7 @@ def _parser() -> argparse.ArgumentParser:
 
     here = actions.add_parser(
         "launch",
-        usage="lightning-resilience launch [OPTION ...] SCRIPT [ARGUMENT ...]",  # an error need not list all of them
+        usage="lightning-resilience launch [OPTION ...] SCRIPT [ARGUMENT ...]",  # errors need not list all options
         parents=[launch],
         help="run a script until it has finished, and restart it after failures",
         description="Runs a training script and restarts it, inside the job and as a new job, until it has finished or "
@@ -601,7 +601,7 @@ def _settings(options: argparse.Namespace) -> LaunchSettings:
         parser.error(f"--section-timeouts and --out-of-section-timeout: {error}")
     return LaunchSettings(
         command=_command(options),
-        # Who is started again by a scheduler goes on where that has begun, and is not diverted by a later run.
+        # A launch that a scheduler starts again continues its run directory, even if a later run has begun beside it.
         run_dir=_directory(options) if options.retries_in_new_job else naming.newest(_directory(options)),
         recipe=options.recipe,
         nproc_per_node=options.nproc_per_node,
@@ -646,7 +646,7 @@ def _command(options: argparse.Namespace) -> list[str]:
 
 
 def _directory(options: argparse.Namespace) -> Path:
-    """The run directory of a command, regardless of what was begun afresh beside it."""
+    """The run directory of a command, regardless of runs that were begun afresh beside it."""
     named: Path | None = options.run_dir
     return naming.default_directory(_command(options)) if named is None else named
 
@@ -676,7 +676,7 @@ def _batch(options: argparse.Namespace, scheduler: Scheduler) -> None:
             settings = replace(settings, grace_period_s=float(given[1]))
         _show_plan(options, replace(settings, **several) if options.nodes > 1 else settings, script)
     path = run_dir / scheduler.name / "job.sbatch"
-    make_directory(path.parent)  # Slurm does not, and a job without the folder of its output fails without a word
+    make_directory(path.parent)  # Slurm does not, and a job without the folder of its output fails without a message
     if not options.submit:
         print(script, end="")
         return
@@ -691,9 +691,9 @@ def _batch_script(options: argparse.Namespace, scheduler: Scheduler) -> tuple[Pa
     parser: argparse.ArgumentParser = options.parser
     if options.nproc_per_node == "auto" and options.gpus_per_node is not None:
         options.nproc_per_node = str(options.gpus_per_node)
-    settings = _settings(argparse.Namespace(**vars(options) | _ONE_NODE))  # says what is wrong with them
+    settings = _settings(argparse.Namespace(**vars(options) | _ONE_NODE))  # exits if something is wrong with them
     if settings.is_default_run_dir and (other := other_command(settings)) is not None:
-        raise Refused(*other)  # launch would not: the batch script names the run directory
+        raise Refused(*other)  # launch would not refuse: the batch script names the run directory
     grace_period_s = options.grace_period
     if grace_period_s is None and settings.grace_period_s < options.preempt_time - AFTER_GRACE_S:
         grace_period_s = settings.grace_period_s  # the recipe's, which is shorter than what the scheduler leaves
@@ -723,7 +723,7 @@ _NOT_FORWARDED = ("run_dir", "grace_period", "module", "fresh")
 
 
 def _forwarded(options: argparse.Namespace) -> list[str]:
-    """The options of ``launch`` that were given, as its command line takes them."""
+    """The given options of ``launch``, as its command line takes them."""
     forwarded = []
     for action in options.launch_actions:
         value = getattr(options, action.dest)
@@ -733,7 +733,7 @@ def _forwarded(options: argparse.Namespace) -> list[str]:
 
 
 def _matching(pattern: str, problem: str, kind: Callable[[str], Any] = str) -> Callable[[str], Any]:
-    """For argparse: takes what matches a pattern."""
+    """A type for argparse that takes text which matches a pattern."""
 
     def take(text: str) -> Any:
         if not re.fullmatch(pattern, text):
@@ -777,7 +777,7 @@ def _nodes(text: str) -> str:
 
 
 def _not_empty(text: str) -> str:
-    if not text:  # of a variable that is not set; pathlib would take it for the current folder
+    if not text:  # from a variable that is not set; pathlib would take it for the current folder
         raise argparse.ArgumentTypeError("it is empty; the current folder is '.'")
     return text
 

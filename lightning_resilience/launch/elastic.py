@@ -1,16 +1,18 @@
-"""The supervisor of ``launch --elastic``: starts the ranks of a node and replaces a lost one while the others go on.
+"""The supervisor of ``launch --elastic``: starts the ranks and replaces a lost rank while the other ranks keep running.
 
-It stands in the place of torch's elastic launcher and gives each rank the same environment. That launcher can't be
-extended to this: its ``LocalElasticAgent`` holds all ranks in one ``PContext``, which closes all of them as soon as one
-has failed and whose handles are private, polls them every 0.1 s, and has one store for each start, which a replacement
-would need before the survivors have left the old one.
+It takes the role of torch's elastic launcher and gives each rank the same environment. torch's launcher can't be
+extended to this. Its ``LocalElasticAgent`` holds all ranks in one ``PContext``, which closes all of them as soon as one
+has failed, whose handles are private, and which is polled every 0.1 s. It also has one store for each start, but a
+replacement needs a new store before the survivors have left the old one.
 
-Each start of the ranks, and each replacement, is a *generation* with a store of its own in this process: so the death
-of rank 0 is like any other one, nothing of an older generation reaches a newer one, and to close the store of a
-generation frees every rank that is blocked there. Its number is the restart count of the ranks' environment, and each
-counts as one restart inside the job, unless it only takes newcomers in.
+Each start of the ranks, and each replacement, is a *generation* with a store of its own in this process. So the death
+of rank 0 is like the death of any other rank, nothing of an older generation reaches a newer one, and closing the store
+of a generation frees every rank that is blocked in it. The number of a generation is the restart count in the
+environment of its ranks. Every generation after the first counts as one restart inside the job, except where newcomers
+are admitted, where ranks leave with their node, and where all ranks start again to begin another fit.
 
-A death is noticed by a pidfd. What follows is decided in :mod:`~lightning_resilience.launch.loss_policy`.
+The supervisor notices the death of a process on its node by a pidfd. The class in
+:mod:`~lightning_resilience.launch.loss_policy` decides what follows.
 """
 
 from __future__ import annotations
@@ -60,17 +62,18 @@ class Supervisor:
     """Runs the ranks to their end.
 
     Args:
-        command: What each rank runs.
+        command: The command that each rank runs.
         world_size: How many ranks there are.
-        max_restarts: How many restarts there may be before the ledger is asked how many are left.
+        max_restarts: How many restarts are allowed before the ledger is asked how many are left.
         run_id: ``TORCHELASTIC_RUN_ID`` of the ranks.
         term_timeout_s: How long the ranks may take to end after this process was told to stop.
-        ledger: Of the run.
-        makes_spares: Whether processes wait to replace ranks.
-        log: Where it is said what becomes of those.
-        others: Makes this the first of several nodes.
-        when_lost: Whether the others wait for a replacement for which no spare is ready.
-        min_ranks: They do so, too, if fewer than these would go on.
+        ledger: The ledger of the run.
+        makes_spares: Whether spare processes wait to replace ranks.
+        log: The file for log lines about spares.
+        others: Makes this supervisor the first of several nodes: returns the object for the other nodes.
+        when_lost: ``hold``: the other ranks wait for a replacement for which no spare is ready. ``go_on``: they keep
+            training without it.
+        min_ranks: With ``go_on``, the other ranks also wait if fewer ranks than this would keep training.
     """
 
     def __init__(
@@ -109,12 +112,12 @@ class Supervisor:
         self._ended: set[Process] = set()
 
     def handle_signals(self) -> None:
-        """Ends the ranks in order on SIGTERM and SIGINT, and on no other signal of a scheduler."""
+        """Ends the ranks in order on SIGTERM and SIGINT; ignores the other signals of a scheduler."""
         signal.set_wakeup_fd(self._waker.fileno(), warn_on_full_buffer=False)
         follower.handle_signals(self._ask_to_stop)
 
     def run(self) -> int:
-        """Returns 0 if all ranks have ended with 0, else 1."""
+        """Runs all ranks; returns 0 if all of them have ended with exit code 0, otherwise 1."""
         try:
             self._gather(begins=True)
             server = self._open()
@@ -138,7 +141,7 @@ class Supervisor:
         return code
 
     def _gather(self, begins: bool = False) -> None:
-        """Waits for the other nodes; at the beginning not for all, where there is a state and some are enough."""
+        """Waits for the other nodes; with ``go_on`` and a verified state, the first start needs only enough of them."""
         if self._others is not None:
             may_begin = begins and self._goes_on and self._read(lambda history: history.verified_step is not None)
             least = -(-self._min_ranks // self._count) - 1 if may_begin else None
@@ -157,7 +160,7 @@ class Supervisor:
             key.data()
 
     def _look(self) -> bool:
-        """Passes on what has happened; returns whether that is all that ranks had said before they ended."""
+        """Passes events on to the policy; returns whether every message that ended ranks had sent was read."""
         if self._others is not None:
             self._others.close_silent()
             if self._goes_on:
@@ -181,7 +184,7 @@ class Supervisor:
                 self._hear(*self._said.get_nowait())
         return are_heard
 
-    # -- what is decided -----------------------------------------------------------------------------------------------
+    # -- what the policy asks for --------------------------------------------------------------------------------------
 
     def open_store(self) -> int:
         """See :class:`~lightning_resilience.launch.newcomers.Ranks`."""
@@ -200,7 +203,7 @@ class Supervisor:
     def start(self, ranks: Collection[int], generation: int, is_newcomer: bool) -> None:
         """See :class:`~lightning_resilience.launch.newcomers.Ranks`."""
         lost = {name for name in map(self.lost_node, ranks) if name is not None}
-        if lost and len(ranks) == self._world_size:  # else it has been lost since that was decided, like its ranks
+        if lost and len(ranks) == self._world_size:  # otherwise the node was lost after the decision, with its ranks
             within_s = deadlines.FIRST_NODE_WITHIN_S
             log_line(f"Lost {', '.join(sorted(lost))}: waiting up to {within_s:.0f} s for a launch in its place.")
             self._gather()
@@ -237,7 +240,7 @@ class Supervisor:
     def send_signal(self, ranks: Collection[int], signum: signal.Signals) -> None:
         """See :class:`~lightning_resilience.launch.newcomers.Ranks`."""
         if self._others is not None and self._policy.is_stopping and signum == signal.SIGTERM:
-            self.tell(ranks, "stop")  # else they take it for one of a scheduler, perhaps to their node alone
+            self.tell(ranks, "stop")  # otherwise they take SIGTERM for a scheduler's, perhaps to their node alone
         for rank in ranks:
             self._processes[rank].send_signal(signum)
 
@@ -248,12 +251,12 @@ class Supervisor:
             decision = budget_of(history).decide(history, time.time())
             return decision.max_restarts if decision.action == "start" else 0
 
-        return self._read(ask) or 0  # if it cannot be read all ranks end, and the launch asks it
+        return self._read(ask) or 0  # if the ledger cannot be read, all ranks end, and the launch decides
 
     def _read(self, ask: Callable[[History], _T]) -> _T | None:
-        """What the history of the run answers; in a thread, since the storage may not."""
+        """What ``ask`` returns for the run's history; ``None`` if that fails. In a thread: the storage may hang."""
 
-        def read() -> _T:  # by itself: one that is stuck must not hold up the next
+        def read() -> _T:  # in a thread of its own: a read that hangs must not delay the next one
             return ask(History(read_ledger(self._ledger.path)))
 
         try:
@@ -300,8 +303,8 @@ class Supervisor:
             ELASTIC_VARIABLE: "go_on" if self._goes_on else "hold",
         }
         if is_newcomer:
-            # It is in no generation, and what is named after it must not meet that of a member: a port of its own, at
-            # which nobody listens.
+            # A newcomer is in no generation. Files and logs that are named after its port must not be shared with a
+            # member, so it has a port of its own, at which nobody listens.
             door = self._doors[rank] = socket.socket()
             door.bind((ADDRESS if self._others is None else "", 0))
             environment |= {JOINS_VARIABLE: "1", "MASTER_PORT": str(door.getsockname()[1])}
@@ -310,13 +313,13 @@ class Supervisor:
             return
         full = follower.rank_environment(environment, self._count, self._run_id)
         started = self._processes[rank] = self._workers.start(rank, self._command, full, None, None)
-        with suppress(OSError, AttributeError):  # an old kernel: it is polled
+        with suppress(OSError, AttributeError):  # an old kernel has no pidfd: the process is polled
             pidfd = self._pidfds[rank] = os.pidfd_open(started.pid)
-            # It stays readable.
+            # A pidfd stays readable after the death.
             self._selector.register(pidfd, selectors.EVENT_READ, functools.partial(self._selector.unregister, pidfd))
 
     def _place(self, rank: int) -> tuple[int, int]:
-        """The number of a rank's node, and the rank's own there."""
+        """The number of a rank's node, and the number of the rank on that node."""
         return divmod(rank, self._count)
 
     def _node(self, number: int) -> OtherNode | None:
@@ -330,12 +333,12 @@ class Supervisor:
         if (door := self._doors.pop(rank, None)) is not None:
             door.close()
 
-    # -- what they say -------------------------------------------------------------------------------------------------
+    # -- what ranks report ---------------------------------------------------------------------------------------------
 
     def _put(self, process: Process | None, message: Message) -> None:
-        """Called in the thread of a channel."""
+        """Queues a message and wakes the main loop; called in the thread of a channel."""
         self._said.put((process, message))
-        with suppress(BlockingIOError):  # it is awake
+        with suppress(BlockingIOError):  # the socket is full, so the loop wakes up anyway
             self._waker.send(b"\0")
 
     def _hear(self, process: Process | None, message: Message) -> None:
@@ -347,9 +350,9 @@ class Supervisor:
 
 
 def main() -> None:
-    """The supervisor's own program: ``--nproc-per-node N --max-restarts N ... -- SCRIPT ARGUMENTS``.
+    """The program of the supervisor: ``--nproc-per-node N --max-restarts N ... -- SCRIPT ARGUMENTS``.
 
-    With ``--nnodes N --rdzv-endpoint HOST:PORT`` it is that of the first of several nodes, with ``--follow`` another's.
+    With ``--nnodes N --rdzv-endpoint HOST:PORT`` it runs as the first of several nodes, with ``--follow`` as another.
     """
     parser = argparse.ArgumentParser()
     parser.add_argument("--nproc-per-node")

@@ -1,8 +1,8 @@
-"""The supervisor of ``launch --elastic`` on a node that is not the first: it does what that of the first one says.
+"""The supervisor of ``launch --elastic`` on every node except the first: does what the first node's supervisor asks.
 
-It starts and signals the ranks of its node as it is told, and passes on what they say and how they end
-(:mod:`~lightning_resilience.launch.node_line`). If it loses the first node, it ends its ranks and joins again, for as
-long as there are signs that the first node lives: a cable may have been unplugged.
+It starts and signals the ranks of its node as it is told, and passes on their messages and how they end
+(:mod:`~lightning_resilience.launch.node_line`). If it loses the first node, it ends its ranks and tries to
+reconnect while there are signs that the first node is alive: a network cable may have been unplugged.
 
 Imports neither torch nor Lightning.
 """
@@ -47,25 +47,25 @@ def rank_environment(own: Mapping[str, str], count: int, run_id: str) -> dict[st
     """The environment of a rank.
 
     Args:
-        own: What differs between ranks and generations.
+        own: The variables that differ between ranks and generations.
         count: How many ranks its node has.
         run_id: ``TORCHELASTIC_RUN_ID`` of the ranks.
     """
-    # As torch's: all ranks together must not have more threads than cores. And a store that is closed under its
-    # clients is no news.
+    # As torch's launcher does: all ranks together must not have more threads than cores. And torch need not log that a
+    # store was closed under its clients.
     defaults = {"TORCH_CPP_LOG_LEVEL": "ERROR"} | ({"OMP_NUM_THREADS": "1"} if count > 1 else {})
     always = {
         "ROLE_NAME": "default",
         "TORCHELASTIC_RUN_ID": run_id,
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # there is one for each generation
-        "TORCH_GLOO_LAZY_INIT": "0",  # what is to be cut at a loss are the connections made while a group is opened
+        "TORCH_GLOO_LAZY_INIT": "0",  # only connections that are made when a group is opened can be cut at a loss
     }
     return {**defaults, **nccl.ENVIRONMENT, **os.environ, **own, **always}
 
 
 def handle_signals(stop: Callable[[int, FrameType | None], None]) -> None:
-    """Has this process stop on SIGTERM and SIGINT, and on no other signal of a scheduler.
+    """Makes this process stop on SIGTERM and SIGINT, and ignore the other signals of a scheduler.
 
     Args:
         stop: The handler.
@@ -73,11 +73,11 @@ def handle_signals(stop: Callable[[int, FrameType | None], None]) -> None:
     for signum in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signum, stop)
     for signum in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
-        signal.signal(signum, lambda signum, frame: None)  # unlike SIG_IGN, it is not passed on
+        signal.signal(signum, lambda signum, frame: None)  # unlike SIG_IGN, child processes do not inherit it
 
 
 class FirstNodeLost(Exception):
-    """The first node cannot be reached, or somebody else is there."""
+    """The first node cannot be reached, or another program answers there."""
 
 
 def join(
@@ -92,16 +92,16 @@ def join(
     """Connects to the first node.
 
     Args:
-        endpoint: Where it is.
-        secret: Reads the secret.
+        endpoint: Host and port of the first node.
+        secret: Reads the secret; returns ``None`` while it does not exist.
         node_rank: The number of this node, if it was given one.
         count: How many ranks it has.
-        has_stopped: Ends the waiting.
+        has_stopped: Whether to stop trying.
         within_s: How long to try; default: ten minutes.
-        process: What tells this process from others with its number.
+        process: Distinguishes this process from others with the same number.
 
     Raises:
-        FirstNodeLost: If that has failed for so long.
+        FirstNodeLost: If no attempt has succeeded in this time.
     """
     within_s = deadlines.FIRST_NODE_WITHIN_S if within_s is None else within_s
     until, problem = time.monotonic() + within_s, "it has not made a secret in the run directory"
@@ -124,11 +124,11 @@ class Follower:
     """The supervisor of a node that is not the first.
 
     Args:
-        command: What each rank runs.
+        command: The command that each rank runs.
         count: How many ranks this node has.
         run_id: ``TORCHELASTIC_RUN_ID`` of the ranks.
-        makes_spares: Whether processes wait to replace ranks.
-        log: Where it is said what becomes of those.
+        makes_spares: Whether spare processes wait to replace ranks.
+        log: The file for log lines about spares.
     """
 
     def __init__(
@@ -144,7 +144,7 @@ class Follower:
         self._is_given_up: Callable[[], bool] = lambda: False
 
     def handle_signals(self) -> None:
-        """Passes on SIGTERM and SIGINT, and no other signal of a scheduler."""
+        """Passes SIGTERM and SIGINT on to the first node; ignores the other signals of a scheduler."""
         handle_signals(self._stop)
 
     def _stop(self, signum: int, frame: FrameType | None) -> None:
@@ -168,11 +168,11 @@ class Follower:
         node_rank: int | None,
         is_given_up: Callable[[], bool] = lambda: False,
     ) -> int:
-        """Does what the first node says; returns its exit code.
+        """Does what the first node asks, until the run is over; returns the exit code.
 
         Args:
-            endpoint: Where it is.
-            secret: See :func:`secret_path`.
+            endpoint: Host and port of the first node.
+            secret: The path of the secret, see :func:`~lightning_resilience.launch.node_line.secret_path`.
             node_rank: The number of this node, if it was given one.
             is_given_up: Whether a first node that was lost will not come back.
         """
@@ -180,7 +180,7 @@ class Follower:
 
         def known() -> bytes | None:
             nonlocal kept
-            kept = kept or read_secret(secret) or b""  # once: the storage may hang on the same cable
+            kept = kept or read_secret(secret) or b""  # once: the storage may need the same network cable
             return kept or None
 
         while True:
@@ -192,13 +192,13 @@ class Follower:
                 return 1
             if (code := self._follow(line)) is not None or self._has_stopped:
                 return 1 if code is None else code
-            self._is_given_up, within_s = is_given_up, math.inf  # the first time it may not have begun
+            self._is_given_up, within_s = is_given_up, math.inf  # earlier, the first node may not have begun
             self._events, self._lives = queue.SimpleQueue(), {}
             self._workers.ended(*self._ranks)
             self._ranks.clear()
 
     def _follow(self, line: Line) -> int | None:
-        """Follows until it is over; ``None``: the first node is lost."""
+        """Follows the first node until the run is over, and returns the exit code; ``None``: the first node is lost."""
         events = self._events
         line.listen(events.put, lambda: events.put(Message("gone", {}, [])))
         while True:
@@ -226,7 +226,7 @@ class Follower:
             self._workers.ended(*self._ranks.intersection(fields["ranks"]))
             self._ranks.difference_update(fields["ranks"])
         elif message.kind == "tell":
-            if fields["rank"] in self._ranks:  # else it was one of the node in whose place this one is
+            if fields["rank"] in self._ranks:  # otherwise it was a rank of the node that this one replaces
                 self._workers.tell(fields["rank"], fields["message"], **fields["fields"])
         elif message.kind == "signal":
             if (process := self._lives[fields["life"]]).poll() is None:
@@ -236,7 +236,7 @@ class Follower:
                 line.send("said", life=life, message=fields["message"], fields=fields["fields"])
         elif message.kind in ("ended", "settle") and not fields.get("is_last"):
             self._await_words()
-            self._events.put(Message(message.kind, {**fields, "is_last": True}, []))  # behind them
+            self._events.put(Message(message.kind, {**fields, "is_last": True}, []))  # after these messages
         elif message.kind == "ended":
             line.send("ended", life=fields["life"], code=fields["code"])
         elif message.kind == "settle":
@@ -258,7 +258,7 @@ class Follower:
         full = rank_environment(own, self._count, self._run_id)
         process = self._lives[life] = self._workers.start(rank, self._command, full, None, None)
         self._ranks.add(rank)
-        events = self._events  # of this first node: another one knows nothing of this life
+        events = self._events  # of this connection: after a new one, the first node does not know this life
 
         def wait() -> None:
             events.put(Message("ended", {"life": life, "code": process.wait()}, []))
@@ -267,7 +267,7 @@ class Follower:
 
 
 def _end_in_order(processes: Collection[subprocess.Popen[bytes]]) -> None:
-    """Ends ranks that were told to end."""
+    """Waits for ranks that were told to end; then ends them by SIGTERM and SIGKILL."""
     for signum, within_s in (
         (None, deadlines.PEERS_RAISE_WITHIN_S),
         (signal.SIGTERM, deadlines.WORKERS_STOP_TIMEOUT_S),

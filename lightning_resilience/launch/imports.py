@@ -1,12 +1,15 @@
-"""What a script imports, in which order and under which environment: noted in a worker, done again in a spare.
+"""What a script imports, in which order and in which environment: recorded in a worker, repeated in a spare.
 
 What a library reads when it is imported must be the same in a spare as in a worker that starts cold: scripts set
-``OMP_NUM_THREADS`` or a cache folder, or extend ``sys.path``, and import then. So the order is that in which imports
-*begin* (``sys.modules`` has that in which they end), and what the script had changed before each is noted with it.
-Some libraries draw from Python's ``random`` then. Before the script has seeded it, that changes nothing that could be
-had again; what is drawn after that would be missing in the sequence, so such a spare is not used.
-Only what is installed is imported ahead. The user's own modules are read anew by each worker, and if one of them, or
-the script, has changed since, what was noted holds no longer.
+``OMP_NUM_THREADS`` or a cache folder, or extend ``sys.path``, and then import. So the recorded order is that in which
+imports *begin* (``sys.modules`` has the order in which they end), and each is recorded with what the script had changed
+before it.
+
+Some libraries draw from Python's ``random`` when they are imported. Before the script has seeded it, this does no harm:
+nobody could reproduce these numbers. After that, they would be missing from the sequence, so such a spare is not used.
+
+Only installed packages are imported ahead. Each worker reads the user's own modules anew. If one of them, or the
+script, has changed since, the record is no longer valid.
 
 Imports neither torch nor Lightning.
 """
@@ -30,13 +33,13 @@ _MOST_DRAWN = 16 * _WORDS
 
 
 class State(NamedTuple):
-    """What the script had changed at some time.
+    """What the script had changed at a certain time.
 
     Attributes:
-        env: Variables that it has set.
-        removed: Variables that it has removed.
+        env: Environment variables that it has set.
+        removed: Environment variables that it has removed.
         path: ``sys.path``.
-        has_seeded: Whether ``random`` has a seed of the script's.
+        has_seeded: Whether the script has seeded ``random``.
     """
 
     env: dict[str, str]
@@ -45,20 +48,20 @@ class State(NamedTuple):
     has_seeded: bool = False
 
     def hold(self, base: Mapping[str, str]) -> None:
-        """Brings it about.
+        """Applies this state to the process.
 
         Args:
-            base: The environment with which the process has begun.
+            base: The environment with which the process began.
         """
         set_environment({name: value for name, value in base.items() if name not in self.removed} | self.env)
         sys.path[:] = self.path
 
 
 class Recorder:
-    """Notes imports, as a finder that finds nothing. To be installed before the script begins.
+    """Records imports, as an import finder that finds nothing. Must be installed before the script begins.
 
     Args:
-        before: What :meth:`noted` has returned in the worker whose imports this process has done already.
+        before: What :meth:`noted` returned in the worker whose imports this process has already repeated.
     """
 
     def __init__(self, before: Mapping[str, Any] | None = None) -> None:
@@ -76,7 +79,7 @@ class Recorder:
         """Called when an import begins.
 
         Args:
-            name: Of the module.
+            name: The name of the module.
             path: Where its package lies.
             target: Unused.
         """
@@ -90,23 +93,23 @@ class Recorder:
     def _look(self) -> tuple[dict[bytes, bytes], list[str], bool]:
         if not self._has_seeded and (now := random.getstate()) != self._random:
             self._has_seeded, self._random = not _is_drawn_from(self._random, now), now
-        # The dictionary behind os.environ: there are thousands of imports, and to decode all of it takes 100 µs.
+        # The dictionary behind os.environ: there are thousands of imports, and decoding all of it takes 100 µs.
         return dict(vars(os.environ)["_data"]), list(sys.path), self._has_seeded
 
     def end(self) -> None:
-        """Notes no more."""
+        """Ends the recording."""
         if self in sys.meta_path:
             sys.meta_path.remove(self)
 
     def noted(self) -> dict[str, Any]:
-        """What to import ahead, JSON-serialisable: for :func:`import_all` and :func:`why_changed`."""
-        # What has another name there is put into sys.modules by hand, such as an alias.
-        last = {name: place for place, (name, _) in enumerate(self._begun)}  # of several tries one has succeeded
+        """What to import ahead, JSON-serializable: for :func:`import_all` and :func:`why_changed`."""
+        # Only the last of several attempts to import a module has succeeded.
+        last = {name: place for place, (name, _) in enumerate(self._begun)}
         modules: list[list[Any]] = []
         changes: list[list[Any]] = []
         in_force = None
         for place, (name, state) in enumerate(self._begun):
-            # What has another name there is put into sys.modules by hand, such as an alias.
+            # A module whose spec has another name was put into sys.modules by hand, such as an alias.
             spec = _about(name).get("__spec__")
             if place == last[name] and getattr(spec, "name", None) == name and is_installed(name):
                 modules.append([name, _file(name)])
@@ -118,14 +121,14 @@ class Recorder:
 
 
 def import_all(noted: Mapping[str, Any], must_stop: Callable[[], bool]) -> str | None:
-    """Imports what was noted, and leaves environment and ``sys.path`` as they were.
+    """Imports what was recorded; afterwards restores the environment and ``sys.path``.
 
     Args:
         noted: See :meth:`Recorder.noted`.
-        must_stop: Called before each import; whether to leave the rest to the script.
+        must_stop: Called before each import: whether to leave the remaining imports to the script.
 
     Returns:
-        Why this process cannot be used, if it cannot.
+        Why this process cannot be used; ``None``: it can.
     """
     base, path, seeded = dict(os.environ), list(sys.path), None
     own_modules = set(sys.modules)
@@ -153,7 +156,7 @@ def import_all(noted: Mapping[str, Any], must_stop: Callable[[], bool]) -> str |
 
 
 def _modules(noted: Mapping[str, Any], begun: State) -> Iterator[tuple[str, str | None, State]]:
-    """The modules with their files, and what the script had changed when their import began."""
+    """The modules with their files, and what the script had changed when the import of each began."""
     changes, state = {name: State(*state) for name, *state in noted["changes"]}, begun
     for name, file in noted["modules"]:
         state = changes.get(name, state)
@@ -161,7 +164,7 @@ def _modules(noted: Mapping[str, Any], begun: State) -> Iterator[tuple[str, str 
 
 
 def why_changed(noted: Mapping[str, Any]) -> str | None:
-    """Which of the user's own files is another one than it was, if one is: the script may do other things now.
+    """Reports a file of the user's own that has changed, if there is one: the script may behave differently now.
 
     Args:
         noted: See :meth:`Recorder.noted`.
@@ -170,7 +173,7 @@ def why_changed(noted: Mapping[str, Any]) -> str | None:
 
 
 def set_environment(env: Mapping[str, str]) -> None:
-    """Makes ``os.environ`` equal to ``env``, and touches only what differs.
+    """Makes ``os.environ`` equal to ``env`` by changing only the variables that differ.
 
     Args:
         env: All variables.
@@ -183,10 +186,10 @@ def set_environment(env: Mapping[str, str]) -> None:
 
 
 def is_installed(name: str) -> bool:
-    """Whether a module that was imported belongs to Python, to an installed package, or to this one.
+    """Whether an imported module belongs to Python, to an installed package, or to this package.
 
     Args:
-        name: Its name.
+        name: The name of the module.
     """
     about = _about(name)
     places = [file] if (file := about.get("__file__")) else list(about.get("__path__") or [])
@@ -207,7 +210,7 @@ def _roots() -> tuple[str, ...]:
 
 
 def _is_below(file: str, package: str) -> bool:
-    # An environment may have the packages of another one, too.
+    # An environment may use the packages of another one, too.
     if (file + os.sep).startswith(_roots()) or not {"site-packages", "dist-packages"}.isdisjoint(file.split(os.sep)):
         return True
     folder, found, _ = (file + os.sep).partition(f"{os.sep}{package}{os.sep}")
@@ -226,14 +229,14 @@ def _recorded(folder: str) -> set[str]:
 
 @cache
 def _is_real(package: str) -> bool:
-    """Whether it is no link to somewhere else: a link to the user's own folder is an installation, too."""
+    """Whether a package is no link to a folder outside: an editable installation may be a link to the user's folder."""
     about = _about(package)
     file = about.get("__file__") or next(iter(about.get("__path__") or []), None)
     return file is None or _is_below(os.path.realpath(file), package)
 
 
 def _about(name: str) -> dict[str, Any]:
-    """The names of a module. One that is loaded at its first use stays as it is."""
+    """The attributes of a module. A module that is loaded at its first use stays unloaded."""
     module = sys.modules.get(name)
     try:
         found: dict[str, Any] = object.__getattribute__(module, "__dict__")
@@ -256,11 +259,11 @@ def _stamp(file: str) -> list[int]:
 
 
 def _is_drawn_from(before: tuple[Any, ...], now: tuple[Any, ...]) -> bool:
-    """Whether a state of :mod:`random` is that of another one from which some numbers were drawn."""
+    """Whether ``now`` is the state that :mod:`random` has after some numbers were drawn from ``before``."""
     generator = random.Random()
     generator.setstate(before)
     for _ in range(_MOST_DRAWN // _WORDS):
-        if generator.getstate()[1][:_WORDS] == now[1][:_WORDS]:  # changed by a seed, and after so many words
+        if generator.getstate()[1][:_WORDS] == now[1][:_WORDS]:  # only a seed or 624 draws change it
             return True
         generator.getrandbits(32 * _WORDS)
     return False

@@ -35,11 +35,11 @@ def inspect(path: str | os.PathLike[str], as_json: bool = False) -> tuple[str, b
     Args:
         path: A shard, the folder of a generation, the folder of a fit with its generations, or a folder up to four
             levels above, such as the one given to ``LocalCheckpoint(dir=...)``.
-        as_json: Whether for programs, see :data:`.json_output.KEYS`.
+        as_json: Whether to return JSON for programs, see :data:`.json_output.KEYS`.
 
     Returns:
-        The text, and whether there is a checkpoint and all of it is intact. Shards that are missing here, and may be on
-        other nodes, are named but no error. Does not raise: the text names what cannot be read.
+        The text, and whether a checkpoint exists and is fully intact. Shards that are missing here, and may be on other
+        nodes, are named but are no error. This function does not raise: the text names what cannot be read.
     """
     path = Path(path)
     file: _ShardFile | None = None
@@ -146,7 +146,7 @@ def _read_shard(path: Path, expected: shard.Expected = None) -> _ShardFile:
     except (CorruptCheckpoint, OSError) as error:
         file.problem = _reason(error)
         try:
-            file.header = shard.read_identity(path)  # damaged or foreign: whose is it?
+            file.header = shard.read_identity(path)  # damaged or foreign: its header may still identify it
         except (CorruptCheckpoint, OSError):
             pass
     return file
@@ -193,7 +193,7 @@ def _tensor_table(header: shard.Header, names: dict[int, str]) -> list[str]:
 
 
 def _names(path: Path, header: shard.Header) -> dict[int, str]:
-    """Names of the tensors of a shard. Rank shards have them, also those of the replicated shards beside them."""
+    """The names of a shard's tensors. Rank shards contain them, also those of the replicated shards beside them."""
     replicated = _REPLICATED.fullmatch(header.identity.part)
     number, document = int(replicated[1]) if replicated else -1, header.structure
     try:
@@ -203,7 +203,7 @@ def _names(path: Path, header: shard.Header) -> dict[int, str]:
         names = tensor_names(document["state"])
         places = enumerate(document["places"])
         return {position: names[index] for index, (part, position) in places if part == number and index in names}
-    except (OSError, KeyError, TypeError, ValueError):  # no rank shard beside it, or one that others have written
+    except (OSError, KeyError, TypeError, ValueError):  # no rank shard beside it, or one of another program
         return {}
 
 
@@ -223,7 +223,7 @@ class _Generation:
 
     @property
     def identity(self) -> shard.Identity | None:
-        """Identity of an intact shard, if there is one."""
+        """Identity of an intact shard, or of a damaged one with a readable header; ``None``: there is none."""
         return next((file.header.identity for file in [*self.intact, *self.bad] if file.header), None)
 
     @property
@@ -235,7 +235,7 @@ class _Generation:
         return [file for file in self.shards if file.problem]
 
     def missing(self) -> tuple[int, int, list[str]]:
-        """How many shards are missing or not intact, of how many, and which of them."""
+        """How many shards are missing or not intact, how many there should be, and which ones are missing."""
         if (identity := self.identity) is None:
             return 0, 0, []
         here = [file.name for file in self.intact]
@@ -266,14 +266,14 @@ def _read_generation(path: Path) -> _Generation:
         if entry.name.startswith(".") or not entry.name.endswith(SHARD_SUFFIX):
             continue
         file = _read_shard(entry, {**expected, "part": entry.name.removesuffix(SHARD_SUFFIX)})
-        if os.path.lexists(entry):  # else it was retired meanwhile
+        if os.path.lexists(entry):  # otherwise it was retired meanwhile
             generation.shards.append(file)
     _find_strangers(generation)
     return generation
 
 
 def _find_strangers(generation: _Generation) -> None:
-    """Shards of one generation differ in their name only; the majority is right."""
+    """Marks shards that do not match the majority: identities of one generation differ only in ``part``."""
 
     def shared(file: _ShardFile) -> str:
         fields = vars(file.header.identity) if file.header else {}
@@ -333,7 +333,7 @@ def _node_folders(path: Path) -> list[Path]:
 def _subfolders(path: Path) -> list[Path]:
     try:
         return [entry for entry in sorted(path.iterdir()) if not entry.is_symlink() and entry.is_dir()]
-    except OSError:  # not ours to enter, or gone
+    except OSError:  # this user may not enter it, or it is gone
         return []
 
 

@@ -1,4 +1,4 @@
-"""Starts the workers, reads how they ended, and decides what happens next, until the run is over or its budget is."""
+"""One launch: starts the workers, reads how they ended, and decides what follows, until the run or its budget ends."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ _POLL_S = 0.1
 
 @dataclass(frozen=True)
 class LaunchSettings:
-    """What the command line of ``launch`` says.
+    """The settings from the command line of ``launch``.
 
     Args:
         command: The script with its arguments, or ``-m``, a module and its arguments.
@@ -94,8 +94,8 @@ class LaunchSettings:
         recipe: Name of the recipe whose callbacks the workers get.
         nproc_per_node: Workers for each node: a number or ``auto``.
         nnodes: Nodes: a number or ``MIN:MAX``.
-        node_rank: Which node this is, if that is fixed.
-        spare: Whether this node only waits, until it takes the place of one that is left out.
+        node_rank: The number of this node, if that is fixed.
+        spare: Whether this node only waits until it replaces an excluded node.
         rdzv_endpoint: ``HOST:PORT`` of the rendezvous; needed with several nodes.
         budget: How often the run may fail.
         grace_period_s: How long the workers have to save and end when they are told to.
@@ -103,17 +103,19 @@ class LaunchSettings:
         makes_spares: Whether processes wait to replace workers at a restart inside the job.
         local_dir: Where every node keeps its local checkpoints; ``None``: in node memory.
         is_default_run_dir: Whether the command line has named no run directory.
-        continue_anyway: Whether a run that has finished with other arguments is gone on with.
-        retries_in_new_job: End as interrupted where the job is to be retried, or a node is to be avoided: whoever has
-            started this launch gets a new job for it, on other nodes perhaps.
-        monitoring: Whom to show the run to.
-        elastic: Whether a lost rank is replaced while the others keep their processes.
-        when_lost: With ``elastic``, whether those wait for a replacement for which no spare is ready.
-        min_ranks: With ``go_on``: with how many ranks the run goes on at least; and on MIN nodes of ``nnodes``.
-        replaces_stragglers: With ``elastic``, whether ranks are replaced that are slow.
-        global_batch: What becomes of the batches of absent ranks, see :data:`.GLOBAL_BATCHES`; ``None``: as the
-            environment says.
-        read_again: Whether data of an epoch are read again, see :data:`.READS_AGAIN`; ``None``: the same.
+        continue_anyway: Whether a run that has finished with other arguments is continued.
+        retries_in_new_job: Whether to end as interrupted where the job must be retried or a node must be avoided. The
+            scheduler or program that started this launch then starts a new job for it, perhaps on other nodes.
+        monitoring: The settings for monitoring.
+        elastic: Whether a lost rank is replaced while the other ranks keep their processes.
+        when_lost: With ``elastic``, whether the other ranks wait for a replacement for which no spare is ready.
+        min_ranks: With ``go_on``, the least number of ranks with which the run continues. It also needs the ranks of
+            MIN nodes of ``nnodes``.
+        replaces_stragglers: With ``elastic``, whether slow ranks are replaced.
+        global_batch: What happens to the batches of absent ranks, see :data:`.GLOBAL_BATCHES`; ``None``: as the
+            environment defines it.
+        read_again: Whether data of an epoch are read again, see :data:`.READS_AGAIN`; ``None``: as the environment
+            defines it.
     """
 
     command: list[str]
@@ -147,7 +149,7 @@ class LaunchSettings:
 
     @property
     def is_owner(self) -> bool:
-        """Whether this node decides: the one that hosts the rendezvous."""
+        """Whether this node decides for the run: it hosts the rendezvous."""
         if self.spare:
             return False
         if self.is_single_node or self.node_rank is not None:
@@ -156,14 +158,14 @@ class LaunchSettings:
 
 
 Starter = Callable[[LaunchSettings, str, int], tuple[list[str], dict[str, str]]]
-"""Makes the command that runs the workers under a given rendezvous id with a given number of restarts, and what that
-command needs in its environment."""
+"""Makes the command that runs the workers under a given rendezvous id with a given number of restarts, and the
+environment variables that this command needs."""
 
 
 def elastic_command(
     settings: LaunchSettings, run_id: str, max_restarts: int, is_preview: bool = False
 ) -> tuple[list[str], dict[str, str]]:
-    """The command that runs the workers under NVRx's launcher, or under torch's where NVRx is not installed."""
+    """The command that runs the workers: the supervisor's (``elastic``), NVRx's launcher, or torch's without NVRx."""
     if settings.elastic:
         command = [
             *(sys.executable, "-m", "lightning_resilience.launch.elastic"),
@@ -195,16 +197,16 @@ def elastic_command(
         command += [f"--rdzv-endpoint={_nvrx.LOOPBACK}", "--local-addr=127.0.0.1"]
     else:
         command += [f"--rdzv-endpoint={settings.rdzv_endpoint}"]
-        command += [f"--rdzv-conf=is_host={int(settings.is_owner)}"]  # the node that decides is the one the others lose
+        command += [f"--rdzv-conf=is_host={int(settings.is_owner)}"]  # so that the others depend on one node only
     return [*command, "-m", "lightning_resilience.launch.worker", *settings.command], environment
 
 
 class Refused(Exception):
-    """The launch can't begin.
+    """The launch cannot begin.
 
     Args:
-        reason: Why.
-        then: What to do.
+        reason: Why it cannot begin.
+        then: What to do about it.
     """
 
     def __init__(self, reason: str, then: str) -> None:
@@ -217,14 +219,14 @@ class Preview:
     """What a launch would do if it began now.
 
     Attributes:
-        refusal: Why it would be refused; ``None``: it would not.
+        refusal: Why it would be refused; ``None``: it would not be.
         finished: How the run has finished, if there is nothing to do.
         decision: What the budget allows.
         history: What has happened so far.
         changes: What differs from the last start.
-        watched: The launch on another host whose record it would watch first.
+        watched: The launch on another host whose record this launch would watch first.
         command: The command line of the elastic launcher.
-        environment: What its processes get, but for ids that are made at the start.
+        environment: The variables for its processes, except ids that are made at the start.
     """
 
     refusal: str | None
@@ -241,7 +243,7 @@ _MADE_AT_START = (LAUNCH_ID_VARIABLE, FIRST_LAUNCH_VARIABLE, _nvrx.RUN_ID_VARIAB
 
 
 class _StopRequest:
-    """Notices the signals by which a person or a scheduler asks the launch to stop."""
+    """Records the signals by which a person or a scheduler asks the launch to stop."""
 
     def __init__(self) -> None:
         self.signum: signal.Signals | None = None
@@ -254,7 +256,7 @@ class _StopRequest:
     def _handle(self, signum: int, frame: FrameType | None) -> None:
         if self.signum is None:
             self.signum, self._at = signal.Signals(signum), time.monotonic()
-        elif time.monotonic() - self._at >= deadlines.SECOND_SIGNAL_AFTER_S:  # else the same one, delivered twice
+        elif time.monotonic() - self._at >= deadlines.SECOND_SIGNAL_AFTER_S:  # otherwise the same one, delivered twice
             self.now = True
 
     def __bool__(self) -> bool:
@@ -282,7 +284,7 @@ class Launch:
         self._record = LaunchRecord(
             self._launches, self.launch_id, None if settings.is_owner else node, is_spare=settings.spare
         )
-        self._nnodes = settings.nnodes  # as many as are left
+        self._nnodes = settings.nnodes  # without excluded nodes
         self._excluded: list[str] = []
         self._kept: set[str] = set()
         self._workers_run = False
@@ -290,18 +292,18 @@ class Launch:
         self._replacements: dict[str, str] = {}  # launch ids of spares that have a place, and their nodes
         self._spares = Spares(self._launches)
         self._waits_because = ""
-        self._folder: Path | None = None  # for what lives as long as this launch
+        self._folder: Path | None = None  # for files that are removed with this launch
         self._is_resumed = False
-        self._over_since: float | None = None  # when this node saw that the job it is in has been given up
+        self._over_since: float | None = None  # when this node saw that the first node has ended the run
 
     def run(self) -> int:
-        """Runs to the end and returns the exit code: 0 finished, 75 interrupted, 1 failed, or a verdict's own.
+        """Runs to the end and returns the exit code: 0 finished, 75 interrupted, 1 failed, or the code of a verdict.
 
         Raises:
             Refused: If the run directory is in use.
         """
         self._stop = _StopRequest()
-        self._identity = Patience()(self._run_directory.identity)  # a copy is told first: what it holds is another's
+        self._identity = Patience()(self._run_directory.identity)  # first: detects a copied run directory
         try:
             if not self._register():
                 log_line(f"Interrupted: nothing was started (exit code {exit_codes.INTERRUPTED})")
@@ -317,7 +319,7 @@ class Launch:
             self._ledger.record(RunRefused(reason=refused.reason))
             raise
         except TakenOver as lost:
-            # Not even an exit is recorded: what is in the ledger, and in the run directory, is the other's.
+            # Not even an exit is recorded: the ledger and the run directory belong to the other launch now.
             self._ledger.record(RunRefused(reason=str(lost)))
             log_line(f"Ended: {lost}; this launch has ended its workers (exit code 1)")
             return 1
@@ -325,7 +327,7 @@ class Launch:
             self._record.release()
 
     def preview(self) -> Preview:
-        """What :meth:`run` would do now. Nothing is written, started or waited for."""
+        """What :meth:`run` would do now. This method writes, starts and waits for nothing."""
         history = self._now()
         if self._launch_was_killed(history):
             history = History([*history.events, LauncherKilled(time=time.time())])
@@ -358,7 +360,7 @@ class Launch:
             {name: value for name, value in environment.items() if name not in _MADE_AT_START},
         )
 
-    # The node that decides
+    # The first node, which decides
 
     def _own(self) -> int:
         if (outcome := self._finished_before()) is not None:
@@ -403,7 +405,7 @@ class Launch:
                 self._board.publish(plan)
             exit_code = self._run_workers(plan, self._watch_nodes)
             if exit_code != 0 and self._has_stopped(run_id):
-                exit_code = 0  # it was this launch that has ended its elastic launcher
+                exit_code = 0  # it was this launch that ended its elastic launcher
             if exit_code == 0 and not self.settings.is_single_node and not self.settings.elastic:
                 exit_code = self._wait_for_nodes(run_id)
             outcome = self._verdict(exit_code, run_id)
@@ -418,7 +420,7 @@ class Launch:
                 self._exclude(run_id)
 
     def _plan(self, run_id: str, decision: budget.Decision) -> Plan:
-        """What all nodes are told."""
+        """What this launch publishes to all nodes."""
         return Plan(
             owner=self.launch_id,
             run_id=run_id,
@@ -453,14 +455,14 @@ class Launch:
         return able
 
     def _exclude(self, run_id: str) -> None:
-        """Replaces nodes by spares, or goes on with fewer nodes."""
+        """Replaces nodes by spares, or continues with fewer nodes."""
         for node in self._nodes_to_exclude(run_id):
             self._excluded = [*self._excluded, node]
             if waiting := self._waiting():
                 launch, name = min(waiting.items())
                 self._replacements[launch] = name
                 then = f"spare {name} replaces it"
-            elif ":" not in self._nnodes:  # the spare is gone since it was counted on
+            elif ":" not in self._nnodes:  # the spare has gone since it was counted on
                 self._kept.add(node)
                 continue
             else:
@@ -476,7 +478,7 @@ class Launch:
         return starts[-1].nodes or 1 if starts else int(self._nnodes.rpartition(":")[2])
 
     def _why_in_a_new_job(self, following: budget.Decision, run_id: str) -> str | None:
-        """Why the workers are to be started again in a new job and not in this one, if so."""
+        """Why the workers must be started again in a new job; ``None``: they are started in this one, or not at all."""
         if not self.settings.retries_in_new_job or following.action == "give_up":
             return None
         if following.action == "retry":
@@ -485,7 +487,7 @@ class Launch:
         return f"to be started again in a new job, without {', '.join(nodes)}" if nodes else None
 
     def _nodes_to_avoid(self, run_id: str) -> list[str]:
-        """The nodes that a rank on them has asked to exclude since these workers were started."""
+        """The nodes that one of their ranks has asked to exclude since these workers were started."""
         if self.settings.is_single_node:
             return []  # there is no other node to compare it to
         return sorted(self._now().nodes_to_avoid(run_id) - {*self._excluded, *self._kept})
@@ -494,7 +496,7 @@ class Launch:
         """The outcome, if the whole run has finished and this command asks for nothing else.
 
         Raises:
-            Refused: If it asks for another run than that.
+            Refused: If this command asks for a different run.
         """
         if (outcome := self._finished()) is None:
             return None
@@ -510,7 +512,7 @@ class Launch:
         return None
 
     def _changed(self) -> tuple[list[Change], list[str]]:
-        """Which arguments are others than at the last start, and which files of the command were edited since."""
+        """The arguments that differ from the last start, and the files of the command that were edited since."""
         last = self._now().last(LaunchStart)
         if last is None or last.command is None:
             return [], []
@@ -529,7 +531,7 @@ class Launch:
         return outcome if all(fit is not None and fit.status == "finished" for fit in fits) else None
 
     def _asks_for_nothing_new(self) -> bool:
-        """Whether this is the same command again, by a scheduler for example."""
+        """Whether this is the same command again, for example started by a scheduler."""
         return bool(self._now().events) and not (any(self._changed()) or self._finished())
 
     def _launch_was_killed(self, history: History) -> bool:
@@ -576,10 +578,10 @@ class Launch:
             )
 
     def _verdict(self, exit_code: int, run_id: str) -> Outcome:
-        """How the workers ended: what rank 0 recorded, as far as the exit code agrees."""
+        """How the workers ended: the outcome that rank 0 has recorded, unless the exit code contradicts it."""
         said = self._run_directory.outcome
         if said is not None and said.details.get("elastic_run_id") != run_id:
-            said = None  # an earlier one's
+            said = None  # the outcome of earlier workers
         if said is not None and (said.status == "halted" or (said.status == "finished" and exit_code == 0)):
             return said
         if self._stop.signum is not None:
@@ -606,15 +608,15 @@ class Launch:
         return Outcome("failed", f"a worker was killed, or never started (the elastic launcher ended with {how})")
 
     def _watch_nodes(self, run_id: str) -> bool:
-        """Whether the workers must go, with several nodes. On one they end by themselves."""
+        """Whether the workers must be ended. Only with several nodes: on one node they end on their own."""
         if self.settings.is_single_node:
             return False
         self._board.beat()
         self._board.note_spares(sorted(self._waiting().values()))
         if ":" not in self._nnodes and any(exit_code != 0 for exit_code in self._other_nodes(run_id)):
-            return True  # with a fixed number of nodes the others would wait for that one in vain
+            return True  # with a fixed number of nodes the other nodes would wait for that one in vain
         if self._has_stopped(run_id):
-            return True  # else its elastic launcher would wait five minutes for that of a node that was told to stop
+            return True  # otherwise this node's elastic launcher would wait five minutes for a stopped node's
         if self._nodes_to_exclude(run_id):
             return True  # its elastic launcher would start the workers on the same nodes
         said = self._run_directory.outcome
@@ -623,7 +625,7 @@ class Launch:
         return self._now().why_not_again is not None or self._decide().action != "start"
 
     def _now(self) -> History:
-        """What is recorded by now. Right after the fault of a node the storage may fail for a while."""
+        """What is recorded so far. Right after a fault of a node the storage may fail for a while."""
         return self._history.now() if self._workers_run else Patience()(self._history.now)
 
     def _decide(self) -> budget.Decision:
@@ -638,7 +640,7 @@ class Launch:
         return self._nnodes == str(len(others) + 1) and len(others) > 0 and not any(others)
 
     def _wait_for_nodes(self, run_id: str) -> int:
-        """How the other nodes' workers ended: their launchers do not tell each other."""
+        """The exit code of the other nodes' workers, once they have ended: elastic launchers do not share it."""
         others = self._count_nodes(run_id) - 1
         deadline = time.monotonic() + deadlines.OTHERS_END_WITHIN_S
         while len(ended := self._other_nodes(run_id)) < others and not self._stop:
@@ -650,7 +652,7 @@ class Launch:
         return next((exit_code for exit_code in ended if exit_code != 0), 0)
 
     def _other_nodes(self, run_id: str) -> list[int]:
-        """The exit codes of the other nodes' elastic launchers, as far as they have ended."""
+        """The exit codes of the other nodes' elastic launchers that have ended."""
         ends = [record.content.get("ended") or {} for record in records(self._launches)]
         return [int(end["exit_code"]) for end in ends if end.get("run_id") == run_id]
 
@@ -679,7 +681,7 @@ class Launch:
         log_line(f"{outcome.status.capitalize()}: {reason}.{then[outcome.status]} (exit code {exit_code})")
         return exit_code
 
-    # The nodes that follow
+    # The other nodes, which follow
 
     def _follow(self) -> int:
         if self._finished_before() is not None:
@@ -693,13 +695,13 @@ class Launch:
                     continue
                 exit_code = self._run_workers(plan, self._is_superseded)
                 if self._stop and self.settings.when_lost == "go_on":
-                    return exit_codes.INTERRUPTED  # whether the others have stopped, too, or go on without this node
+                    return exit_codes.INTERRUPTED  # whether or not the other nodes have stopped, too
                 self._record.update(ended={"run_id": plan.run_id, "exit_code": exit_code})
                 plan = self._board.wait_for(plan, deadlines.OWNER_LOST_AFTER_S, lambda: self._stop.now)
         except AnotherLaunch as other:
             raise Refused(str(other), "wait for it, stop it, or use another --run-dir") from None
         except FirstNodeMissing as missing:
-            # Whether the run has failed is the first node's to say: with a new one it goes on.
+            # Only the first node can report that the run has failed. With a new first node the run continues.
             log_line(f"Interrupted: {missing} (exit code {exit_codes.INTERRUPTED})")
             return exit_codes.INTERRUPTED
         if plan is None or plan.exit_code is None:
@@ -708,7 +710,7 @@ class Launch:
         return plan.exit_code
 
     def _has_place(self, plan: Plan) -> bool:
-        """Whether this node is one of those that meet; if not, it waits."""
+        """Whether this node takes part in the run; if not, it waits."""
         if node_name() in plan.excluded:
             why = f"{node_name()} is excluded from the run. This launch ends when the run does"
         elif self.settings.spare and self.launch_id not in plan.replacements:
@@ -733,7 +735,7 @@ class Launch:
     # Every node
 
     def _register(self) -> bool:
-        """Refuses a run directory in use, leaves a record, and ends what a killed launch has left here.
+        """Refuses a run directory in use, leaves a record, and ends processes that a killed launch has left here.
 
         Returns:
             Whether the launch can begin; not if it was told to stop meanwhile.
@@ -752,7 +754,7 @@ class Launch:
         return True
 
     def _check_run_directory(self) -> None:
-        """Refuses that of another command, and one in which a process trains that no launch has started."""
+        """Refuses the run directory of another command, and one in which a process trains that no launch started."""
         if self.settings.is_default_run_dir and (other := other_command(self.settings)) is not None:
             raise Refused(*other)
         if (pid := self._run_directory.trained_by(LAUNCHED)) is not None:
@@ -767,7 +769,7 @@ class Launch:
         """Runs the workers to their end and returns the exit code of their launcher.
 
         Raises:
-            TakenOver: If another launch has taken the run over; the workers are ended then.
+            TakenOver: If another launch has taken the run over; this one has then ended its workers.
         """
         self._record.check()
         if self._stop:
@@ -777,13 +779,13 @@ class Launch:
         environment |= self._environment(plan)
         output = None
         if self._folder is not None:
-            with suppress(OSError):  # a full disk: no logs, then
+            with suppress(OSError):  # on a full disk there are no logs
                 output = self._folder / plan.run_id
                 output.mkdir()
                 environment[OUTPUT_VARIABLE] = str(output)
         log = _nvrx.elastic_log(self._run_directory.path)
         begin = 0
-        with suppress(OSError):  # there is none yet, or the storage fails for a while
+        with suppress(OSError):  # no log exists yet, or the storage fails for a while
             begin = log.stat().st_size
         with Relay(self._run_directory.path, NOT_SHOWN, output, without=[LAUNCH_ID_VARIABLE]) as relay:
             exit_code = self._wait_for_workers(command, environment, relay, plan.run_id, must_go)
@@ -793,7 +795,7 @@ class Launch:
         return exit_code
 
     def _environment(self, plan: Plan) -> dict[str, str]:
-        """What this launch tells its workers."""
+        """The environment variables by which this launch configures its workers."""
         environment = {
             RUN_DIR_VARIABLE: str(self._run_directory.path),
             RECIPE_VARIABLE: self.settings.recipe,
@@ -820,7 +822,7 @@ class Launch:
         return environment
 
     def _show_failed_start(self, run_id: str, log: Path, begin: int) -> None:
-        """What the elastic launcher says is in its log, and shown only where no rank can say what was wrong."""
+        """Shows the last lines of the elastic launcher's log, but only if no rank started that could report more."""
         if any(start.elastic_run_id == run_id for start in self._now().of(WorkersStart)):
             return
         if words := _nvrx.last_words(log, begin):
@@ -836,7 +838,7 @@ class Launch:
         run_id: str,
         must_go: Callable[[str], bool],
     ) -> int:
-        # In a session of its own: a Ctrl-C at the terminal reaches this process, which passes it on once.
+        # In a session of its own: Ctrl-C at the terminal reaches only this process, which passes it on once.
         process = subprocess.Popen(
             command,
             env=self._defaults() | os.environ | environment,
@@ -872,7 +874,7 @@ class Launch:
         return exit_code
 
     def _ask(self, must_go: Callable[[str], bool], run_id: str) -> bool:
-        """Whether the workers must go; that storage fails is no reason, for they may train on without it."""
+        """Whether the workers must be ended; not because the storage fails, since they may train without it."""
         self._workers_run = True
         try:
             return must_go(run_id)
@@ -885,7 +887,7 @@ class Launch:
             self._workers_run = False
 
     def _defaults(self) -> dict[str, str]:
-        """What the user's own environment goes before: Weights & Biases goes on with one run over all restarts."""
+        """Variables that the user's own environment overrides: W&B continues one W&B run over all restarts."""
         return {RUN_ID_VARIABLE: wandb_run_id(self._identity), "WANDB_RESUME": "allow"}
 
 

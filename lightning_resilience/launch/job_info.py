@@ -39,7 +39,7 @@ def log_job_info(ledger: Ledger | None = None) -> dict[str, Any]:
     """Logs the facts of the job in one line, records them in ``ledger`` and returns them.
 
     Args:
-        ledger: Where to record them as a ``job_info`` event, if anywhere.
+        ledger: The ledger in which to record them as a ``job_info`` event, if any.
     """
     info = job_info()
     log.info("Job: %s", ", ".join(f"{name}={value}" for name, value in info.items() if value is not None))
@@ -48,9 +48,9 @@ def log_job_info(ledger: Ledger | None = None) -> dict[str, Any]:
     return info
 
 
-@functools.cache  # to read them takes longer than all else that is recorded of a start
+@functools.cache  # reading them takes longer than everything else that is recorded of a start
 def versions() -> dict[str, str]:
-    """Those of the packages that matter, as far as they are installed."""
+    """The versions of the packages that matter and are installed."""
     found = {}
     for package in _PACKAGES:
         try:

@@ -1,4 +1,4 @@
-"""What ``--json`` prints: the keys of each command, and how its content becomes text."""
+"""The output of ``--json``: the keys of each command, and how content becomes text."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 from typing import Any
 
 SCHEMA = 1
-"""Version of what ``--json`` prints. New keys do not change it; another meaning of a key would."""
+"""Version of the output of ``--json``. New keys do not change it; another meaning of a key would."""
 
 KEYS = {
     "launch": {
@@ -243,11 +243,11 @@ KEYS = {
         "quarantine": "what was found damaged before and set aside",
     },
 }
-"""What each key means, by command."""
+"""The meaning of each key, by command."""
 
 
 def to_json(content: dict[str, Any]) -> str:
-    """The text of what a command shows, in one line.
+    """The content that a command shows, as JSON in one line.
 
     Args:
         content: With the keys in :data:`KEYS`.
@@ -256,10 +256,10 @@ def to_json(content: dict[str, Any]) -> str:
 
 
 def without_nan(value: Any) -> Any:
-    """A value with ``None`` for numbers that are not finite: JSON has none, and a ledger of Python's may have.
+    """A value with ``None`` for numbers that are not finite: JSON has no such numbers, but Python's ledger may.
 
     Args:
-        value: JSON-serialisable otherwise.
+        value: JSON-serializable otherwise.
     """
     if isinstance(value, dict):
         return {key: without_nan(each) for key, each in value.items()}

@@ -1,9 +1,10 @@
 """``lightning-resilience list``: the runs below a folder, one line each.
 
-Of 200 runs most have ended, and a ledger may have 45 MB. So a ledger is folded once: what it says is kept in the user's
-cache folder, with names, sizes and times of the files that it was read from, and holds as long as these are the same. A
-run that goes on is folded again when the last fold is older than a hundredth of the run, which moves its goodput by
-less than a point. What is left for a run is a look into three folders, and runs are looked at side by side.
+Most of 200 runs have ended, and a ledger may have 45 MB. So a ledger is folded only once. The result is kept in the
+user's cache folder, with names, sizes and times of the files from which it was made, and is valid while these stay the
+same. An ongoing run is folded again when the last fold is older than a hundredth of the run's time; a newer fold would
+change its goodput by less than a point. For every other run, only three folders are listed. Several runs are read in
+parallel.
 """
 
 from __future__ import annotations
@@ -34,15 +35,15 @@ _DEPTH = 3
 _READ_AT_ONCE = 16
 _KEPT_FROM_BYTES = 1 << 16  # smaller ledgers are folded in a few milliseconds
 _KEPT_RUNS = 5000
-_STALE_AFTER = 0.01  # of the time that a run has gone on
-_VERSION = 1  # of what is kept
+_STALE_AFTER = 0.01  # of the time that a run has taken so far
+_VERSION = 1  # of the format of the cache
 _OTHERS_SHOWN = 5
 _NOTE_LENGTH = 160
 _COMMAND_LENGTH = 60
 
 
 def is_run(path: Path) -> bool:
-    """Whether a folder is a run directory, also before anything has run in it.
+    """Whether a folder is a run directory, even before anything has run in it.
 
     Args:
         path: The folder.
@@ -52,9 +53,9 @@ def is_run(path: Path) -> bool:
 
 
 def runs_below(folder: Path) -> tuple[list[Path], list[Path]]:
-    """The run directories in a folder, up to three levels down, and the folders right in it that hold none.
+    """The run directories in a folder, up to three levels down, and the folders directly in it that contain none.
 
-    Hidden folders and links are passed over. A folder that is a run itself is the only one.
+    Hidden folders and links are skipped. If the folder itself is a run directory, it is the only one.
 
     Args:
         folder: The folder.
@@ -89,12 +90,12 @@ def _folders(folder: Path) -> list[Path]:
 
 
 def list_runs(folder: str | os.PathLike[str], as_json: bool = False, width: int = 1000) -> str:
-    """The runs below a folder, those that were active last first.
+    """The runs below a folder, the most recently active first.
 
     Args:
         folder: The folder, or one run directory.
-        as_json: Whether for programs, see :data:`.json_output.KEYS`.
-        width: Columns of the terminal. Where they are too few, columns of the table are left out.
+        as_json: Whether to return JSON for programs, see :data:`.json_output.KEYS`.
+        width: Columns of the terminal. If they are too few, columns of the table are left out.
     """
     path = Path(folder).absolute()
     paths, others = runs_below(path)
@@ -112,7 +113,7 @@ def list_runs(folder: str | os.PathLike[str], as_json: bool = False, width: int 
 
 
 def _line(path: Path, cache: _Cache) -> dict[str, Any]:
-    """What is shown of a run; of one that is damaged, why."""
+    """The entry of a run; for a damaged run, why it cannot be read."""
     found: dict[str, Any] = {"run_dir": str(path), "state": "unknown", "now": None, "problem": None}
     found |= dict.fromkeys(("step", "safe_step", "goodput", "ettr", "interruptions", "last_active", "job_id"))
     found["command"] = None
@@ -126,13 +127,13 @@ def _line(path: Path, cache: _Cache) -> dict[str, Any]:
                 reached = (each.reached for each in kept if each.fit == facts["fit"] and each.reached is not None)
                 found["step"] = max(filter(None, (found["step"], *reached)), default=found["step"])
                 found["last_active"] = time.time()
-    except Exception as error:  # of files that are damaged, or another's: the other runs are shown
+    except Exception as error:  # of files that are damaged, or of another program: the other runs are shown
         found["problem"] = f"cannot be read: {error}"
     return found
 
 
 def _facts(path: Path, cache: _Cache) -> tuple[dict[str, Any], Standing | None]:
-    """What the ledger of a run says, and how the run stands."""
+    """The facts from the ledger of a run, and the run's state."""
     ledger, kept = _signature(path / "ledger"), _signature(path / "time")
     facts = cache.get(path)
     if facts is not None and facts["ledger"] == ledger:
@@ -149,7 +150,7 @@ def _facts(path: Path, cache: _Cache) -> tuple[dict[str, Any], Standing | None]:
 
 
 def _folded(path: Path) -> dict[str, Any]:
-    history = History(read_ledger(RunDirectory(path).ledger))  # of many runs, not all are kept
+    history = History(read_ledger(RunDirectory(path).ledger))  # not cached: there are many runs
     events, launch = history.events, history.last(LaunchStart)
     last = history.allocations[-1] if history.allocations else None
     is_ongoing = last is not None and standing(last, path).is_ongoing
@@ -189,7 +190,7 @@ def _standing(facts: dict[str, Any], path: Path) -> Standing | None:
 
 
 def _signature(folder: Path) -> list[list[Any]]:
-    """Names, sizes and times of the files in a folder; none where there is no such folder."""
+    """Names, sizes and times of the files in a folder; empty if the folder does not exist."""
     found: list[list[Any]] = []
     before = folder.with_suffix(".jsonl")  # of earlier versions
     with suppress(FileNotFoundError, NotADirectoryError):
@@ -204,7 +205,7 @@ def _signature(folder: Path) -> list[list[Any]]:
 
 
 class _Cache:
-    """What ledgers have said, by run directory, in the user's cache folder."""
+    """The facts from ledgers, by run directory, in the user's cache folder."""
 
     def __init__(self) -> None:
         base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
@@ -225,7 +226,7 @@ class _Cache:
         self._has_changed = True
 
     def save(self) -> None:
-        """Writes it, if anything is new; a home that is full or read-only costs the next call time, and no more."""
+        """Writes the cache if it has changed. If home is full or read-only, only the next call takes longer."""
         if self._has_changed:
             newest = dict(list(self._runs.items())[-_KEPT_RUNS:])
             with suppress(OSError):

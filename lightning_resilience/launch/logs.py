@@ -1,4 +1,4 @@
-"""``lightning-resilience logs``: what ranks have written, also while they run and over their restarts."""
+"""``lightning-resilience logs``: the output of ranks, also while they run and across their restarts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from lightning_resilience.run.run_directory import RunDirectory
 _POLL_S = 0.3
 _SETTLES_S = 2.0
 _LOOK_FOR_END_EVERY_S = 15.0
-_CHUNK = 1 << 14  # of each rank, of which there may be a thousand
+_CHUNK = 1 << 14  # for each rank; there may be a thousand ranks
 _TIME = re.compile(
     rb"(?:\[lightning-resilience |(?:\[rank\d+\]:)?\[[A-Z]\d{4} )(\d\d:\d\d:\d\d)\b"
 )  # ours, and torch's in C++
@@ -40,17 +40,17 @@ class NoLog(Exception):
 def show_logs(
     run_dir: str | os.PathLike[str], rank: Rank | None = None, attempt: int | None = None, follow: bool = False
 ) -> None:
-    """Writes the log of a rank, or of all with the rank before each line, to stdout, and to stderr which one it is.
+    """Writes the log of one rank to stdout, or of all ranks with the rank before each line; names the log on stderr.
 
     Args:
         run_dir: The run directory.
-        rank: The rank, or ``"all"``; default: 0, or the lowest that has written anything.
+        rank: The rank, or ``"all"``; default: 0, or the lowest rank that has written anything.
         attempt: The number of the attempt; default: the newest.
-        follow: Whether to go on with what comes, over restarts unless ``attempt`` is given, until the run ends or
-            somebody presses Ctrl-C.
+        follow: Whether to continue with new output, across restarts unless ``attempt`` is given, until the run ends or
+            the user presses Ctrl-C.
 
     Raises:
-        NoLog: If there is no such log, and none is waited for.
+        NoLog: If there is no such log, and none will follow.
     """
     directory = RunDirectory(run_dir).path
     try:
@@ -70,7 +70,7 @@ def _newest(directory: Path) -> int:
 
 
 def _open(directory: Path, attempt: int, rank: Rank | None) -> _Log | _AllLogs:
-    """The log of a rank or of all, after a line about it.
+    """Opens the log of a rank or of all ranks, and prints a line about it.
 
     Raises:
         NoLog: If there is none.
@@ -109,7 +109,7 @@ class _Log:
         self._log = log
 
     def print_new(self, is_last: bool = False) -> None:
-        """Prints what was not printed yet.
+        """Prints everything that was not printed yet.
 
         Args:
             is_last: Whether nothing comes after it.
@@ -120,9 +120,10 @@ class _Log:
 
 
 class _AllLogs:
-    """The logs of all ranks of an attempt: each one's lines in their order, and those of different ranks by time.
+    """The logs of all ranks of an attempt: the lines of each rank in their order, those of different ranks by time.
 
-    When it was written, a line of this package or of torch's C++ says. Others count as written right after such a one.
+    Lines of this package and of torch's C++ contain their time. Any other line counts as written right after the last
+    one with a time.
     """
 
     def __init__(self, directory: Path, attempt: int) -> None:
@@ -132,9 +133,9 @@ class _AllLogs:
         self._began = _time_of_day(timestamp(began)[11:]) if isinstance(began, float) else 0
 
     def print_new(self, is_last: bool = False) -> None:
-        """As that of one rank."""
+        """Prints everything that was not printed yet, as :meth:`_Log.print_new` does."""
         folder, found = folder_of(self._directory, self._attempt), ranks(self._directory, self._attempt)
-        for rank in found:  # one may write its first words later
+        for rank in found:  # a rank may write its first line later
             self._logs.setdefault(rank, _TimedLog(LogReader(folder, rank, _CHUNK), rank, self._began))
         width = len(str(max(found, default=0)))
         for _, rank, line in heapq.merge(*(log.lines(is_last) for log in self._logs.values()), key=itemgetter(0)):
@@ -151,7 +152,7 @@ class _TimedLog:
         self._time = began
 
     def lines(self, is_last: bool) -> Iterator[tuple[int, int, bytes]]:
-        """New lines, each with when it was written and the rank."""
+        """New lines, each with its time and the rank."""
         while data := self._log.read():
             *lines, self._rest = (self._rest + data).split(b"\n")
             yield from map(self._timed, lines)
@@ -162,7 +163,7 @@ class _TimedLog:
     def _timed(self, line: bytes) -> tuple[int, int, bytes]:
         if (found := _TIME.match(line)) is not None:
             time_of_day = _time_of_day(found[1].decode())
-            days = (self._time - time_of_day + _DAY_S // 2) // _DAY_S  # it may be behind midnight
+            days = (self._time - time_of_day + _DAY_S // 2) // _DAY_S  # the line may have been written after midnight
             self._time = max(self._time, time_of_day + days * _DAY_S)
         return self._time, self._rank, line
 
@@ -189,7 +190,7 @@ def _follow(directory: Path, rank: Rank | None, attempt: int | None) -> None:
                 has_said = True
         if log is not None:
             log.print_new(is_last=bool(over))
-        if later and log is not None:  # one node may be a little behind another one with the last words
+        if later and log is not None:  # the last lines of one node may come a little later than those of another
             time.sleep(_SETTLES_S)
             log.print_new(is_last=True)
         if later and attempt is None:
@@ -202,7 +203,7 @@ def _follow(directory: Path, rank: Rank | None, attempt: int | None) -> None:
 
 
 class _End:
-    """Whether a run goes on: its launch records its end; one that was killed does not, and is looked for less often."""
+    """Checks whether a run continues. A launch records its end; a killed one does not, and is checked less often."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -210,7 +211,7 @@ class _End:
         self._looked_at: float | None = None
 
     def reason(self) -> str | None:
-        """How the run stands, if nobody works on it."""
+        """The state of the run, if no launch or job works on it any more."""
         history = self._history.now()
         last = next(iter(history.since(LaunchStart, LaunchExit)), None)
         if isinstance(last, LaunchExit) and history.allocations[-1].job_id is None and not last.new_job:

@@ -18,8 +18,8 @@ _STARTERS = re.compile(r"python[0-9.]*|torchrun|srun|mpirun")
 _SHELL = re.compile(rb"#!.*\b(?:ba|da|z|k)?sh\b")
 _LONGEST_SHEBANG = 256
 
-# As python -m searches: parent packages are imported, which may take long. Where such an import fails for another
-# reason, the traceback of the script says it better.
+# As python -m searches: it imports parent packages, which may take long. Where such an import fails for another reason,
+# the traceback of the script explains it better.
 _ASK = """
 import importlib.util, sys
 sys.path.insert(0, "")

@@ -1,19 +1,21 @@
-"""What follows under ``launch --elastic`` when ranks end: decisions alone, without processes, sockets or a clock.
+"""The policy of ``launch --elastic`` when ranks end: decisions only, without processes, sockets or a clock.
 
-The supervisor (:mod:`~lightning_resilience.launch.elastic`) says what has happened, and does what it is asked for.
+The supervisor (:mod:`~lightning_resilience.launch.elastic`) reports what has happened, and does what the policy asks.
 
-A death is mended by a replacement if the rank was killed (by a signal, or by its watchdog for a hang), all others are
-in a fit and have agreed to be rejoined (see ``fit/reentry.py``), a state was saved, and the budget has a restart left.
-An exception that ends a rank is the user's own, and restarts all ranks. So does a replacement that is refused or takes
-too long. Every wait has a deadline (:mod:`~lightning_resilience.run.deadlines`).
+A death is repaired by a replacement if four conditions hold: the rank was killed (by a signal, or by its watchdog for a
+hang) or made room because it was too slow; all other ranks are in a fit and can enter it again (see
+``fit/reentry.py``); a state was saved; and the budget has a restart left. An exception that ends a rank is the user's
+own, and restarts all ranks. So does a replacement that is refused or takes too long. Every wait has a deadline
+(:mod:`~lightning_resilience.run.deadlines`).
 
-The others wait for the replacement (``hold``), or go on with fewer ranks if it is not ready to take over at once
-(``go_on``). Then it is a *newcomer* (:mod:`~lightning_resilience.launch.newcomers`), and they take it in when it waits
-at the door of its fit. Each such change begins a *generation* with other members. A loss counts as a restart, to take
-newcomers in does not.
+The other ranks wait for the replacement (``hold``), or keep training with fewer ranks if it is not ready to take over
+at once (``go_on``). In that case the replacement is a *newcomer* (:mod:`~lightning_resilience.launch.newcomers`): it
+waits before its fit until it is admitted. Each such change begins a *generation* with other members. A loss counts as
+a restart; admitting newcomers does not.
 
-Where groups of ranks hold the state together, as the ranks say, those go on whose group is whole. The others of a group
-that has lost a rank leave the fit, too, and wait with their processes until the group can be taken in as a whole.
+Groups of ranks may hold the state together, as the ranks report. Then the ranks of complete groups keep training. The
+other ranks of a group that has lost a rank leave the fit, too. Their processes wait until the whole group can be
+admitted.
 """
 
 from __future__ import annotations
@@ -42,30 +44,30 @@ _HEARD_WITHIN_S = 0.5
 _HEARD_POLL_S = 0.001
 
 WhenLost = Literal["hold", "go_on"]
-"""Whether the others wait for the replacement of a rank, or go on without it meanwhile."""
+"""Whether the other ranks wait for the replacement of a rank, or meanwhile keep training without it."""
 
 
 class LossPolicy:
     """Decides for all ranks, which have been started.
 
-    A rank is known by its *slot*: the number that it had in the first generation. Its number in a later one is the
-    place of its slot among those of the members.
+    A rank is known by its *slot*: its number in the first generation. Its number in a later generation is the position
+    of its slot among the slots of the members.
 
     Args:
-        ranks: Does what is decided.
+        ranks: Carries out the decisions.
         world_size: How many ranks there are.
-        max_restarts: How many restarts there may be before it is asked again how many are left.
-        term_timeout_s: How long the ranks may take to end when a stop was asked for.
-        when_lost: Whether the others wait for a replacement for which no spare is ready.
-        min_ranks: They do so, too, if fewer than these would go on.
+        max_restarts: How many restarts are allowed before ``ranks`` is asked how many are left.
+        term_timeout_s: How long the ranks may take to end after a stop was asked for.
+        when_lost: Whether the other ranks wait for a replacement for which no spare is ready.
+        min_ranks: With ``go_on``, the other ranks also wait if fewer ranks than this would keep training.
 
     Attributes:
         members: The ranks of the present generation.
-        generation: Its number.
-        restarts: How many restarts there were: one for each loss, each newcomer that was lost (but with its node), each
-            restart of all.
-        result: When all is over: 0 if all members have ended with 0, else 1.
-        wakes_at: When :meth:`step` is to be called at the latest, by its clock; earlier when something has happened.
+        generation: The number of the present generation.
+        restarts: How many restarts have happened: one for each loss, for each newcomer that was lost without its node,
+            and for each restart of all ranks after a failure.
+        result: Set when everything is over: 0 if all members have ended with exit code 0, otherwise 1.
+        wakes_at: When :meth:`step` must be called at the latest, by its clock; earlier when something has happened.
     """
 
     def __init__(
@@ -87,7 +89,7 @@ class LossPolicy:
         self._newcomers = Newcomers(ranks)
         self._leaving: set[int] = set()
         self._leaving_since: float | None = None
-        self._joining: set[int] = set()  # in the present generation, and nobody was lost
+        self._joining: set[int] = set()  # in the present generation, if no rank was lost
         self._has_lost_nobody = False  # before the present generation
         self._max_restarts = max_restarts
         self._term_timeout_s = term_timeout_s
@@ -96,24 +98,24 @@ class LossPolicy:
         self._lost_at: float | None = None
         self._replacing_since: float | None = None
         self._in_fit_since = -math.inf  # in the present generation
-        self._ending: list[tuple[float, signal.Signals | None]] = []  # until when, and what is sent then
+        self._ending: list[tuple[float, signal.Signals | None]] = []  # deadlines, and the signal at each of them
         self._stop_asked = False
         self._stops_until: float | None = None
 
     # -- what has happened ---------------------------------------------------------------------------------------------
 
     def ended(self, rank: int, exit_code: int) -> None:
-        """The process of a rank has ended."""
+        """Records that the process of a rank has ended."""
         if (member := self._life_of(rank)) is not None:
             member.exit_code = exit_code
 
     def heard(self, rank: int | None, kind: str, fields: Mapping[str, Any]) -> None:
-        """A rank has said something.
+        """Records a message of a rank.
 
         Args:
-            rank: Which one; ``None``: its process was ended before it was heard.
-            kind: See :mod:`~lightning_resilience.launch.channel`.
-            fields: The same.
+            rank: Which rank; ``None``: no present process has sent it.
+            kind: The type of the message, see :mod:`~lightning_resilience.launch.channel`.
+            fields: Its content, see there.
         """
         if kind == "saved":
             self._has_saved = bool(fields.get("is_usable", True))
@@ -126,11 +128,11 @@ class LossPolicy:
         return next((each[rank] for each in lives if rank in each), None)
 
     def ask_to_stop(self) -> None:
-        """The ranks are to save and end."""
+        """Asks all ranks to save and end."""
         self._stop_asked = True
 
     def ask_to_leave(self, slots: Collection[int]) -> None:
-        """The nodes of these ranks, and no others, are to stop: the others go on without them, or all save and end."""
+        """Only the nodes of these ranks must stop: the other ranks continue without them, or all ranks save and end."""
         self._leaving = set(slots)
         if not slots:
             self._leaving_since = None
@@ -141,17 +143,17 @@ class LossPolicy:
 
     @property
     def is_stopping(self) -> bool:
-        """Whether that was asked for."""
+        """Whether all ranks were asked to save and end."""
         return self._stop_asked
 
     # -- what follows --------------------------------------------------------------------------------------------------
 
     def step(self, now: float, all_is_heard: bool) -> None:
-        """Has done what follows.
+        """Decides what follows from what has happened, and has it done.
 
         Args:
             now: In seconds, monotonic.
-            all_is_heard: Whether all was passed on that ranks had said before those ended that have.
+            all_is_heard: Whether every message that ranks had sent before they ended was passed on.
         """
         self.wakes_at = now + _POLL_S
         codes = [member.exit_code for member in self.members.values()]
@@ -167,7 +169,7 @@ class LossPolicy:
             if now > self._stops_until:
                 self._ranks.send_signal(self._living(), signal.SIGKILL)
         elif any(codes) and not self._ends_without_newcomers():
-            if self._stop_asked:  # it had no time to save, and the others cannot without it
+            if self._stop_asked:  # the lost rank had no time to save, and the other ranks cannot save without it
                 self._stop(now)
             elif self._are_all_lost_that_will(now, all_is_heard):
                 self._mend(now)
@@ -207,7 +209,7 @@ class LossPolicy:
 
     def _look_after_newcomers(self, now: float) -> None:
         if self._stop_asked or any(member.state in _OVER for member in self.members.values()):
-            self._newcomers.end(now)  # there is no fit any more that they could join
+            self._newcomers.end(now)  # no fit is left that they could join
         since, within_s = self._in_fit_since, deadlines.IMPORTS_GO_ON_AFTER_S
         if self._replacing_since is not None:
             since, within_s = self._replacing_since, deadlines.IMPORTS_STAND_STILL_FOR_S
@@ -216,7 +218,7 @@ class LossPolicy:
             self.wakes_at = min(self.wakes_at, max(now, since + within_s))
 
     def _need_all(self) -> bool:
-        """Whether all that are left begin another fit: before, one of them may do something else alone."""
+        """Whether every living member begins another fit; before, one of them may still do something else alone."""
         states = [each.state for each in self.members.values() if each.exit_code is None]
         return bool(states) and all(state == "needs_all" for state in states)
 
@@ -224,15 +226,15 @@ class LossPolicy:
         return all(each.state == "ready" and each.generation == self.generation for each in self.members.values())
 
     def _take_part_in_steps(self) -> bool:
-        """Whether others can be taken in: not by who has only to end its fit."""
+        """Whether newcomers can be admitted: all members are in the fit, and none of them only ends it."""
         return self._are_in_fit() and not any(each.has_trained for each in self.members.values())
 
     def _are_all_lost_that_will(self, now: float, all_is_heard: bool) -> bool:
-        """Whether those were heard that have ended, and ranks that die together had the time."""
+        """Whether ranks that die together have had time to end, and messages of the lost ranks were read."""
         if self._lost_at is None:
             self._lost_at = now
         if any(each.exit_code is None and self._ranks.lost_node(each.rank) for each in self.members.values()):
-            return False  # it is about to be known that they have ended, too
+            return False  # the supervisor is about to learn that these have ended, too
         are_hung = any(member.exit_code == exit_codes.HUNG for member in self.members.values())
         together_s = deadlines.HUNG_DIE_TOGETHER_WITHIN_S if are_hung else deadlines.DIE_TOGETHER_WITHIN_S
         until = self._lost_at + together_s
@@ -240,9 +242,9 @@ class LossPolicy:
         return now >= until and (all_is_heard or now >= self._lost_at + _HEARD_WITHIN_S)
 
     def _check_replacement(self, now: float, seconds: float) -> None:
-        """Looks whether the ranks of a new generation have come together, or never will."""
+        """Checks whether the ranks of a new generation have come together, or never will."""
         members = self.members.values()
-        # They agree in it where they leave when others come back.
+        # Where newcomers are admitted, the members agree in the old store at which boundary they leave.
         if seconds > deadlines.NEXT_BOUNDARY_WITHIN_S or all(each.generation == self.generation for each in members):
             self._ranks.close_old_store()
         if refusal := next((member for member in members if member.state == "refused"), None):
@@ -264,17 +266,17 @@ class LossPolicy:
         return None
 
     def _ends_without_newcomers(self) -> bool:
-        """Whether only newcomers are lost that are taken in, and one of the others had ended its fit before."""
+        """Whether only newly admitted ranks are lost, and another rank had ended its fit before it knew of them."""
         lost = {each.rank for each in self.members.values() if each.exit_code}
         return lost <= self._joining and any(map(self._has_missed, self.members.values()))
 
     def _has_missed(self, member: Member) -> bool:
-        """Whether a rank has ended its fit before it could hear that newcomers are taken in."""
+        """Whether a rank has ended its fit before it could learn that newcomers are admitted."""
         is_behind = member.generation < self.generation and member.rank not in self._joining
         return member.state in _OVER and is_behind and not member.exit_code
 
     def _are_too_late(self, seconds: float) -> bool:
-        """Whether all others have, and none of them can enter its fit again."""
+        """Whether all other ranks have ended their fit like that, so that none of them can enter it again."""
         others = [each for each in self.members.values() if each.rank not in self._joining]
         is_late = seconds > deadlines.SURVIVORS_LEAVE_WITHIN_S or all(each.exit_code == 0 for each in others)
         return self._has_lost_nobody and is_late and all(map(self._has_missed, others))
@@ -285,7 +287,7 @@ class LossPolicy:
         self.wakes_at = now
 
     def _mend(self, now: float) -> None:
-        """Replaces the ranks that have ended, goes on without them, or restarts all."""
+        """Replaces the ranks that have ended, continues without them, or restarts all ranks."""
         self._lost_at = None
         dead = [member for member in self.members.values() if member.exit_code]
         failed = {each.rank for each in dead if each.rank in self._joining and not is_replaceable(each.exit_code)}
@@ -294,7 +296,7 @@ class LossPolicy:
             each.rank: how_ended(each.exit_code or 0) if (node := nodes[each.rank]) is None else f"was lost with {node}"
             for each in dead
         }
-        # A lost node is one sentence, however many ranks it has.
+        # A lost node is reported in one sentence, however many ranks it has.
         whole = {node: [rank for rank, its in nodes.items() if its == node] for node in nodes.values() if node}
         who = ", ".join(
             [f"rank {rank} {what}" for rank, what in sorted(how.items()) if nodes[rank] is None]
@@ -334,7 +336,7 @@ class LossPolicy:
         return f"{len(members)} of {len(self._slots)} ranks"
 
     def _members_after(self, left: list[int]) -> list[int]:
-        """Who is in the generation that follows a loss: those that are left, or those with replacements."""
+        """The members of the generation after a loss: the ranks that are left, with replacements or without them."""
         given_up, able = self._newcomers.given_up, self._in_whole_groups(left)
         members = self._in_whole_groups(slot for slot in self._slots if slot not in given_up)
         if given_up and self._why_not_without(members) is not None:
@@ -347,7 +349,7 @@ class LossPolicy:
         return in_whole_groups(slots, self._newcomers.group)
 
     def _why_not_without(self, left: Collection[int]) -> str | None:
-        """Why these ranks cannot go on without the others."""
+        """Why these ranks cannot continue without the other ranks; ``None``: they can."""
         if not left:
             return "no group of ranks that hold the whole state is left"
         if len(left) < self._min_ranks:
@@ -359,7 +361,7 @@ class LossPolicy:
         return next(filter(None, (*(fewer for fewer, _ in said), *of_tasks)), None)
 
     def _grow(self, now: float) -> None:
-        """Takes in those that are at the door."""
+        """Admits the newcomers that are waiting."""
         who = self._newcomers.at_door
         members = sorted([*self.members, *who])
         are = f"R{named(who)[1:]} {'is' if len(who) == 1 else 'are'}"
@@ -367,10 +369,10 @@ class LossPolicy:
         self._begin_generation(now, members, {})
 
     def _shrink(self, now: float) -> None:
-        """Goes on without those that are to leave."""
+        """Continues without the ranks whose nodes must stop."""
         leaving, self._leaving_since = self._leaving, None
         left = self._in_whole_groups(slot for slot in self.members if slot not in leaving)
-        if self._why_not_without(left) is not None:  # fewer are left than when they were asked
+        if self._why_not_without(left) is not None:  # fewer ranks are left than when the nodes were told to stop
             return self.ask_to_stop()
         self._newcomers.later -= leaving
         self._newcomers.end(now, [each for slot, each in self._newcomers.coming.items() if slot in leaving])
@@ -384,23 +386,24 @@ class LossPolicy:
     def _begin_generation(
         self, now: float, members: list[int], lost: Mapping[int, str], leaving: Collection[int] = ()
     ) -> None:
-        """Has these ranks come together; those of them that are not there are started, others go to the door.
+        """Begins a generation with these members: starts members without a process, and makes other ranks wait.
 
         Args:
             now: See :meth:`step`.
-            members: These ranks.
-            lost: Who was lost, and how each has ended.
-            leaving: Who ends with its node.
+            members: The slots of its members.
+            lost: The ranks that were lost, and how each of them has ended.
+            leaving: The ranks that end with their node.
         """
         self.generation += 1
         gone = {*members, *lost, *leaving}
         apart = {slot: each for slot, each in self.members.items() if slot not in gone}
         kept = [rank for rank in self.members if rank in members and rank not in lost]
         record = (lost, self.generation, members if self._goes_on else None, kept)
-        if not lost:  # who begins it looks there whether it counts as a restart
+        if not lost:  # recorded first: the ranks look in the ledger whether the generation counts as a restart
             self._ranks.record(*record)
         change = {"generation": self.generation, "port": self._ranks.open_store(), "lost": lost, "members": members}
-        # They agree where, in the store of their generation. Ranks of groups must; others need not with those that end.
+        # The ranks agree on a boundary in the store of their generation. Ranks of groups must. Other ranks need not
+        # when ranks leave with their node, since those end at once.
         change["together"] = together = not lost and (not leaving or self._newcomers.group > 1)
         there = {rank: self.members[rank] for rank in kept}
         there |= self._newcomers.take([slot for slot in members if slot in self._newcomers.coming])
@@ -422,13 +425,13 @@ class LossPolicy:
             self._ranks.record(*record)
 
     def _begin_life(self, rank: int, now: float) -> Member:
-        """A rank whose process is started: what the fit can is known from the one before, or from another rank."""
+        """A rank whose process is started; what its fit can do is known from its last process, or from another rank."""
         of_all = [*filter(None, [self.members.get(rank)]), *self.members.values()]
         known = next((each for each in of_all if each.fewer is not None), Member(rank, self.generation))
         return Member(rank, self.generation, now, fewer=known.fewer, tasks=known.tasks)
 
     def _why_not(self, dead: list[Member], members: Collection[int]) -> str | None:
-        """Why a loss is not mended by a generation of these members."""
+        """Why a loss is not repaired by a generation of these members; ``None``: it is."""
         if any(self._ranks.lost_node(slot) is not None for slot in members):
             return "its node has not been replaced"
         if not all(is_replaceable(member.exit_code) for member in dead):
@@ -447,19 +450,19 @@ class LossPolicy:
         return None
 
     def _may_restart(self) -> bool:
-        if self.restarts >= self._max_restarts:  # as many as were left at the start, and the ranks have advanced since
+        if self.restarts >= self._max_restarts:  # as many as were left at the start; ranks may have advanced since
             self._max_restarts = self.restarts + self._ranks.restarts_left()
         return self.restarts < self._max_restarts
 
     def _next_restart(self) -> int | None:
-        """Counts one, and returns its number; ``None``: none is left."""
+        """Counts one restart and returns its number; ``None``: none is left."""
         if not self._may_restart():
             return None
         self.restarts += 1
         return self.restarts
 
     def _restart(self, now: float, reason: str) -> None:
-        """Ends all ranks and starts them again."""
+        """Ends all ranks, and starts them again if a restart is left."""
         if not self._may_restart():
             log_line(f"All ranks end: {reason}; no restart inside the job is left.")
         else:
@@ -482,7 +485,7 @@ class LossPolicy:
         self.wakes_at = now
 
     def _go_on_ending(self, now: float) -> None:
-        """Waits for their end, and goes on from it."""
+        """Waits until all ranks have ended; then starts them again, or sets the result."""
         until, signum = self._ending[0]
         if living := self._living():
             self.wakes_at = until
@@ -493,7 +496,7 @@ class LossPolicy:
                 self.wakes_at = now
                 return self._ranks.send_signal(living, signum)
         self._ending = []
-        is_free = self._is_for_all  # nobody was lost
+        is_free = self._is_for_all  # no rank was lost
         if self._stop_asked or not (is_free or self.restarts < self._max_restarts):
             self.result = 1
             return
@@ -503,18 +506,18 @@ class LossPolicy:
         port = self._ranks.open_store()
         self._ranks.close_old_store()
         members = self._members_after_restart()
-        if is_free:  # the ranks that begin it look there whether it counts as a restart
+        if is_free:  # recorded first: the ranks look in the ledger whether the generation counts as a restart
             self._is_for_all = False
             self._ranks.record({}, self.generation, members, [])
         self._start_all(now, members, port)
 
     def begin_with(self, now: float, members: list[int], port: int) -> None:
-        """Begins with some of the ranks: there is a state to go on from, and the nodes of the others are away.
+        """Begins with some of the ranks: a state to resume from exists, and the nodes of the other ranks are absent.
 
         Args:
             now: See :meth:`step`.
-            members: Who is there.
-            port: Of the store of the first generation.
+            members: The slots of the ranks that are present.
+            port: The port of the store of the first generation.
         """
         self._has_saved = True
         self._start_all(now, members, port)
@@ -530,7 +533,7 @@ class LossPolicy:
             self._newcomers.start([slot for slot in self._slots if slot not in members], self.generation, now)
 
     def _members_after_restart(self) -> list[int]:
-        """Who is started again: all whose nodes are there, if they can go on without the others."""
+        """The slots to start again: those whose nodes are present, if they can continue alone; otherwise all slots."""
         there = self._in_whole_groups(slot for slot in self._slots if self._ranks.lost_node(slot) is None)
         if not self._goes_on or there == self._slots:
             return self._slots

@@ -1,11 +1,12 @@
-"""What a rank knows of the ranks that ``launch --elastic`` replaces, by its channel to the supervisor.
+"""A rank's own view of its generation under ``launch --elastic``, from its channel to the supervisor.
 
-The messages are those of :mod:`~lightning_resilience.launch.channel`. A generation is one start of a process group. It
-is known by the restart count and has a store, hence a port, of its own, like each restart by torch's elastic launcher.
+The messages are those of :mod:`~lightning_resilience.launch.channel`. A generation is one start of a process group. Its
+number is the restart count, and it has a store, hence a port, of its own, like each restart by torch's elastic
+launcher.
 
-With ``--when-lost go-on`` a generation need not have all ranks, nor all that are left. The *slot* of a process is the
-rank that it had, or would have had, in the first one; its rank in a generation is the place of its slot among those of
-the members.
+With ``--when-lost go-on`` a generation may be without some of the ranks, even without ranks whose processes live. The
+*slot* of a process is the rank that it had, or would have had, in the first generation. Its rank in a generation is the
+position of its slot among the slots of the members.
 
 Imports neither torch nor Lightning.
 """
@@ -43,10 +44,10 @@ class Replacement:
 
     Args:
         generation: Its number.
-        port: Of its store.
-        lost: The slots of the ranks that were lost, and how each has ended; none: ranks come back.
-        members: The slots of those that are in it, in the order of their ranks.
-        is_start: Whether all of them are started for it.
+        port: The port of its store.
+        lost: The slots of the lost ranks, and how each of them has ended; empty: ranks come back, or leave.
+        members: The slots of its members, in the order of their ranks.
+        is_start: Whether all members are started for it.
     """
 
     generation: int
@@ -60,24 +61,25 @@ class Replacement:
 
 
 class Membership:
-    """The part of this process in the ranks of ``launch --elastic``.
+    """This process as one of the ranks of ``launch --elastic``.
 
     Args:
-        channel: To the supervisor.
+        channel: The channel to the supervisor.
         generation: The generation that this process was started for.
 
     Attributes:
         generation: The generation in which this process is.
         slot: The slot of this process.
-        slots: Those of all ranks.
-        members: Those of the ranks of its generation, in their order.
-        is_start: Whether all of them were started for it.
-        cut: Called in the thread of the channel when a rank was lost: frees a main thread that waits for it.
-        leave_together: Called in the thread of the channel when ranks come back: has all leave the fit at one boundary.
-            They are cut if they are not there in time, and at once where it is ``None``.
-        why_not_fewer: Why others cannot train on the data of lost ranks; empty: they can; ``None``: not known yet.
-        stop: Called in the thread of the channel when all ranks are to save and end.
-        is_stopping: Whether they are.
+        slots: The slots of all ranks.
+        members: The slots of the members of its generation, in the order of their ranks.
+        is_start: Whether all members were started for it.
+        cut: Called in the thread of the channel when a rank was lost or all ranks are ended: frees a main thread that
+            waits for other ranks.
+        leave_together: Called in the thread of the channel when ranks come back: makes all ranks leave the fit at one
+            boundary. If they do not reach it in time, :attr:`cut` is called. ``None``: :attr:`cut` is called at once.
+        why_not_fewer: Why other ranks cannot train on the data of lost ranks; empty: they can; ``None``: not known yet.
+        stop: Called in the thread of the channel when all ranks must save and end.
+        is_stopping: Whether all ranks must save and end.
         begin_generation: Called in the main thread when a generation begins.
     """
 
@@ -107,12 +109,12 @@ class Membership:
 
     @property
     def is_over(self) -> bool:
-        """Whether the generation of this process has lost a rank."""
+        """Whether the generation of this process is over: a rank was lost, or all ranks are ended."""
         return self._announced > self.generation
 
     @property
     def is_at_door(self) -> bool:
-        """Whether this process is in no generation yet: it waits to be taken into one."""
+        """Whether this process is in no generation yet and waits to be admitted into one."""
         return JOINS_VARIABLE in os.environ
 
     @property
@@ -121,29 +123,29 @@ class Membership:
         return len(self.members) < len(self.slots)
 
     def ranks(self, slots: Iterable[int]) -> set[int]:
-        """The ranks that these slots have in the generation of this process, as far as they are in it."""
+        """The ranks that these slots have in the generation of this process, if they are members of it."""
         return {self.members.index(slot) for slot in slots if slot in self.members}
 
     def gone(self, replacement: Replacement) -> set[int]:
-        """The ranks of the generation of this process that do not go on to this one: lost, left, or without a group."""
+        """The ranks of this generation that are not in the next one: lost, ended, or waiting for their group."""
         apart = [slot for slot in self.members if slot not in replacement.members]
         return self.ranks([*replacement.lost, *apart])
 
     @property
     def nodes(self) -> list[list[int]]:
-        """Of every node that has members, the local ranks that these had at first, in the order that they have now."""
+        """For each node with members: the local ranks that these had at first, in the order of their present ranks."""
         return [[local for _, local in its] for _, its in groupby(map(self._place, self.members), itemgetter(0))]
 
     @property
     def node(self) -> int:
-        """The number of this node among them."""
+        """The position of the node of this process in :attr:`nodes`."""
         return sorted({self._place(slot)[0] for slot in self.members}).index(self._place(self.slot)[0])
 
     def _place(self, slot: int) -> tuple[int, int]:
         return divmod(slot, self._on_a_node)
 
     def _environment(self) -> dict[str, int]:
-        """What says to a process which rank it is."""
+        """The environment variables that define the rank of this process."""
         rank, world_size, nodes = self.members.index(self.slot), len(self.members), self.nodes
         here = nodes[self.node]
         return {
@@ -164,34 +166,34 @@ class Membership:
         group: int = 1,
         has_trained: bool = False,
     ) -> None:
-        """Tells the supervisor the state of this rank; for any thread."""
+        """Reports the state of this rank to the supervisor; can be called in any thread."""
         what: dict[str, Any] = {"reason": reason, "fewer": fewer, "tasks": tasks, "group": group}
         what["has_trained"] = has_trained
         self._channel.send("state", state=state, generation=self.generation, **what)
 
     @property
     def goes_on(self) -> bool:
-        """Whether the others are to go on without a rank that is lost."""
+        """Whether the other ranks keep training when a rank is lost."""
         return os.environ.get(ELASTIC_VARIABLE) == "go_on"
 
     @property
     def is_told_who_stops(self) -> bool:
-        """Whether a signal may be for the node of this rank alone, without which the others go on.
+        """Whether a signal may be for this rank's node alone, so that the other nodes continue without it.
 
-        A scheduler sends it to all processes of a node. The supervisor knows which nodes were told to stop, and says
-        whether all stop; or this node leaves, and its ranks end.
+        A scheduler sends its signal to all processes of a node. The supervisor knows which nodes were told to stop. It
+        then reports that all ranks stop, or this node leaves and its ranks end.
         """
         is_ending = self.is_stopping or self.is_over or self._restarts
         return self.goes_on and len(self.slots) > self._on_a_node and not is_ending
 
     def stop_if_untold(self) -> None:
-        """The supervisor has not said who stops: the signal was for this rank alone, and all stop with it."""
+        """Stops all ranks: the supervisor has not reported who stops, so the signal was for this rank alone."""
         if not self.is_stopping:
             self.is_stopping = True
             self.stop()
 
     def say_saved(self, is_usable: bool = True) -> None:
-        """Tells the supervisor that there is a state to go back to, or none after all; for any thread."""
+        """Reports to the supervisor whether a state to resume from exists; can be called in any thread."""
         self._channel.send("saved", is_usable=is_usable)
 
     def _take(self, message: Message) -> None:
@@ -200,7 +202,7 @@ class Membership:
             return self.stop()
         generation, leave = message.fields.get("generation", sys.maxsize), self.leave_together
         if leave is None or not message.fields.get("together", False):
-            self._end_generation(generation)  # before the main thread can know of it, and open the next group
+            self._end_generation(generation)  # before the main thread can learn of it and open the next group
         else:
             leave()
             late = threading.Timer(NEXT_BOUNDARY_WITHIN_S, self._end_late, (generation, leave))
@@ -208,7 +210,7 @@ class Membership:
             late.start()
         with self._news:
             if message.kind == "replace":
-                lost = {} if self._replacement is None else self._replacement.lost  # of a generation that none begins
+                lost = {} if self._replacement is None else self._replacement.lost  # of one that no rank begins
                 lost = lost | {int(rank): str(how) for rank, how in message.fields["lost"].items()}
                 members = tuple(message.fields["members"])
                 generation, port = message.fields["generation"], message.fields["port"]
@@ -224,23 +226,23 @@ class Membership:
         self.cut()
 
     def _end_late(self, next_one: int, leave: Callable[[], None]) -> None:
-        """Not all have come to one boundary, unless this process has left the fit, or that has ended."""
-        with self._news:  # it does not open the next group meanwhile
+        """Ends the generation if this process is still in the fit: not all ranks have come to one boundary in time."""
+        with self._news:  # this process does not open the next group meanwhile
             if self.leave_together is leave and not self.is_over:
                 self._end_generation(next_one)
 
     def replacement(self, within_s: float | None = 0.0) -> Replacement | None:
-        """The replacement that is due, if there is one; returns at once when the supervisor restarts all ranks.
+        """The replacement that is due, if any; ``None``, without a wait, when the supervisor ends all ranks.
 
         Args:
-            within_s: How long to wait for it; ``None``: until it is due.
+            within_s: How long to wait for a replacement; ``None``: without limit.
         """
         with self._news:
             self._news.wait_for(lambda: self._replacement is not None or self._restarts, within_s)
             return None if self._restarts else self._replacement
 
     def await_admission(self) -> Replacement | None:
-        """Waits at the door until this process is taken into a generation; ``None`` when all ranks are restarted."""
+        """Waits until this process is admitted into a generation; ``None`` when the supervisor ends all ranks."""
         standstill.leave()
         self.say("waiting")
         return self.replacement(None)
@@ -253,12 +255,12 @@ class Membership:
             self.is_start = replacement.is_start
 
     def step_back(self, replacement: Replacement) -> None:
-        """This process is in no generation from now on, since others of its group are lost: it goes to the door."""
+        """Takes this process out of its generation, since a rank of its group is lost: it must be admitted again."""
         self._settle(replacement)
         os.environ[JOINS_VARIABLE] = "1"
 
     def await_restart(self, within_s: float) -> bool:
-        """Returns when the supervisor restarts all ranks; whether it does."""
+        """Waits until the supervisor ends all ranks; returns whether it does."""
         with self._news:
             return self._news.wait_for(lambda: self._restarts, within_s)
 
@@ -266,7 +268,7 @@ class Membership:
         """The replacement that is due if ``error`` may come from the loss of a rank; ``None`` if it is the user's own.
 
         The supervisor notices a death within milliseconds. An error that does not look like communication waits only
-        that long for its word.
+        that long for its message.
         """
         if getattr(error, _JUDGED, False):
             return None
@@ -274,11 +276,11 @@ class Membership:
         found = self.replacement(LOSS_CONFIRMED_WITHIN_S if is_of_peers else OWN_ERROR_RAISED_AFTER_S)
         if found is None:
             with suppress(AttributeError, TypeError):
-                setattr(error, _JUDGED, True)  # it passes here again on its way out
+                setattr(error, _JUDGED, True)  # the error passes here again on its way out
         return found
 
     def begin(self, replacement: Replacement) -> None:
-        """This process is in the new generation from now on, and so is what it starts."""
+        """Takes this process, and the processes that it starts, into the new generation."""
         self._settle(replacement)
         os.environ["TORCHELASTIC_RESTART_COUNT"] = str(replacement.generation)
         os.environ["MASTER_PORT"] = str(replacement.port)
@@ -294,7 +296,7 @@ _of_process: Membership | None = None
 
 
 def join() -> Membership | None:
-    """Has this process take part from here on; ``None`` without ``launch --elastic``."""
+    """Makes this process take part in the generations; ``None`` without ``launch --elastic``."""
     global _of_process
     if ELASTIC_VARIABLE in os.environ and (channel := of_worker()) is not None:
         _of_process = Membership(channel, int(os.environ["TORCHELASTIC_RESTART_COUNT"]))
@@ -302,20 +304,20 @@ def join() -> Membership | None:
 
 
 def is_replaced() -> bool:
-    """Whether another generation of ranks has begun, as far as this rank has heard."""
+    """Whether another generation has begun, as far as this rank knows."""
     return (line := current()) is not None and line.replacement() is not None
 
 
 def check_is_of_generation() -> None:
-    """Called where it shows that another rank has begun the next generation: the word of it is on its way here, too.
+    """Called where another rank has visibly begun the next generation: waits for the supervisor's message about it.
 
     Raises:
-        PeerLost: If it has come.
+        PeerLost: If the message has come.
     """
     if (line := current()) is not None and line.replacement(LOSS_CONFIRMED_WITHIN_S) is not None:
         raise PeerLost("the ranks of this run have changed")
 
 
 def current() -> Membership | None:
-    """The part of this process; ``None`` without ``launch --elastic``, and in child processes of a rank."""
+    """The membership of this process; ``None`` without ``launch --elastic``, and in child processes of a rank."""
     return _of_process if _of_process is not None and _of_process.is_of_this_process else None

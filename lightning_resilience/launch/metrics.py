@@ -1,7 +1,7 @@
 """The figures of a run for monitoring systems: one table, which Prometheus, OpenTelemetry and Kubeflow show.
 
-The names are Prometheus': base units, ``_total`` for what only grows. Time by category is no counter, although it adds
-up: after a hang, what seemed to be training turns out to have been lost.
+The names are Prometheus': base units, ``_total`` for values that only grow. Time by category is no counter, although it
+adds up: after a hang, time that was first counted as training is counted as lost.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ STATES = ("starting", "training", "restarting", "finished", "interrupted", "fail
 CAUSES = ("killed", "hang", "preempted", "NaN", "straggler", "disk", "script", "crash", "launcher killed")
 TIERS = ("global", "local")
 _MAX_RANKS = 20
-"""So many ranks have a series of their own at most: those that were named most often."""
+"""How many ranks have a series of their own at most: the ranks that were named most often."""
 
 
 @dataclass(frozen=True)
@@ -48,11 +48,11 @@ class Metric:
     """One metric.
 
     Attributes:
-        name: Without its unit.
+        name: Its name without its unit.
         kind: ``counter``: it only grows.
         help: What it is.
         unit: ``seconds``, ``ratio``, or empty.
-        label: What tells its series apart; empty: there is one.
+        label: The label by which its series differ; empty: it has one series.
     """
 
     name: str
@@ -63,7 +63,7 @@ class Metric:
 
     @property
     def prometheus_name(self) -> str:
-        """As Prometheus' conventions have it."""
+        """The name by Prometheus' conventions."""
         parts = ["lightning_resilience", self.name, self.unit, "total" if self.kind == "counter" else ""]
         return "_".join(filter(None, parts))
 
@@ -99,17 +99,17 @@ METRICS = (
     Metric("straggler_reports", "counter", "Reports that named a rank as slow; the most frequent ranks", label="rank"),
     Metric("update_timestamp", "gauge", "When these figures were computed, since the epoch", "seconds"),
 )
-"""All metrics. A series of which nothing is known is left out."""
+"""All metrics. A series whose value is unknown is left out."""
 
 Figures = dict[str, dict[str, float]]
-"""Values by name of the metric and value of its label, which is empty where it has none."""
+"""Values by the name of the metric and the value of its label. The latter is empty for a metric without label."""
 
 
 def state_of(history: History) -> str:
-    """One of :data:`STATES`.
+    """The state of a run, one of :data:`STATES`.
 
     Args:
-        history: Of a run that is launched.
+        history: The history of a run that is launched.
     """
     for event in reversed(history.since(LaunchStart)):
         match event:
@@ -133,14 +133,14 @@ def measure(
     kept: Iterable[TimeSpent],
     budget: Budget,
 ) -> Figures:
-    """The metrics that ledger and account of a run give.
+    """The metrics that follow from the ledger and the time account of a run.
 
     Args:
-        history: Its history.
-        goodput: Its account.
-        interruptions: As :func:`.report.all_interruptions` has them.
-        kept: What watchdogs have kept of ranks that live.
-        budget: Its limits.
+        history: The run's history.
+        goodput: The run's time account.
+        interruptions: As :func:`.report.all_interruptions` returns them.
+        kept: Time records that watchdogs have kept of living ranks.
+        budget: The run's limits.
     """
     state, failures = state_of(history), history.failures
     settled_until = all_recorded_until(history)
@@ -179,7 +179,7 @@ def is_over(history: History) -> bool:
 
 
 def all_recorded_until(history: History) -> float:
-    """Of an interruption before this time everything is recorded: others followed its workers, or the run has ended.
+    """The time before which interruptions are fully recorded: the newest start of workers, or infinity after the end.
 
     Args:
         history: The run's history.
@@ -189,7 +189,7 @@ def all_recorded_until(history: History) -> float:
 
 
 def _by_label(known: Iterable[str], found: Iterable[str]) -> dict[str, float]:
-    """Counts by label; those that are known from the beginning, since a series that begins with 1 has not grown."""
+    """Counts by label. Known labels begin with 0: in a series that begins with 1, monitoring sees no growth."""
     return dict.fromkeys(known, 0.0) | Counter(found)
 
 

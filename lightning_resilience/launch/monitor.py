@@ -1,8 +1,9 @@
 """The thread of a launch that shows the run to monitoring systems and reports events.
 
-Only the launch that decides has it. Every 15 s it reads what is new in the ledger, folds it, and hands the figures on
-(at most 5 % of the time: later in a run of months). Nothing that fails or hangs here reaches the run: each trouble is
-logged once and tried again, and the end of the launch waits for it a few seconds at most.
+Only the launch that decides has it. Every 15 s the thread reads the new events of the ledger, computes the figures from
+them and passes these on. In a run of months it does so less often, so that it takes at most 5 % of the time. Nothing
+that fails or hangs here affects the run: each failure is logged once and tried again, and the end of the launch waits
+for this thread a few seconds at most.
 """
 
 from __future__ import annotations
@@ -41,21 +42,21 @@ class Exporter(Protocol):
     """Shows metrics somewhere.
 
     Attributes:
-        name: In log lines.
+        name: Its name in log lines.
     """
 
     name: str
 
     def show(self, figures: Figures) -> None:
-        """Shows them; what it raises is logged once."""
+        """Shows the figures; an exception that this raises is logged once."""
 
     def end(self) -> None:
-        """Ends it."""
+        """Ends the exporter."""
 
 
 @dataclass(frozen=True)
 class MonitorSettings:
-    """What the command line says about monitoring.
+    """The settings for monitoring from the command line.
 
     Args:
         prometheus: As :func:`.prometheus.checked_target` returns it.
@@ -67,16 +68,16 @@ class MonitorSettings:
 
 
 class Monitor:
-    """Monitoring, from the start to the end of a ``with`` block, if there is any to do.
+    """Monitoring from the start to the end of a ``with`` block, if any was asked for.
 
     Args:
-        settings: What is asked for; the environment may ask for more.
-        run_directory: The run.
-        run_id: Its id.
-        launch_id: The launch.
-        budget: Its limits.
+        settings: The settings for monitoring; the environment may ask for more.
+        run_directory: The run directory.
+        run_id: The id of the run.
+        launch_id: The id of the launch.
+        budget: The limits of the launch.
         is_told_to_stop: Whether a signal has told the launch to stop.
-        must_go: Whether a second one has.
+        must_go: Whether a second signal has done so.
     """
 
     def __init__(
@@ -184,7 +185,7 @@ class Monitor:
                 self._attempt(exporter.name, lambda exporter=exporter: exporter.show(figures))  # type: ignore[misc]
 
     def _steps(self, history: History) -> tuple[int | None, int | None]:
-        """Where the last fit is, and where it ends."""
+        """The furthest step of the newest fit, and the step at which it ends."""
         fit = next((event.fit for event in reversed(history.events) if isinstance(event, (Fresh, Resumed))), None)
         if fit is None:
             return None, None

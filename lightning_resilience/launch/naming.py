@@ -1,4 +1,4 @@
-"""Which run directory a command has: one for each script with its arguments, and the newest of those begun afresh."""
+"""The run directory of a command: one for each script with its arguments, and the newest of those begun afresh."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lightning_resilience.run.run_directory import RunDirectory
 from lightning_resilience.run.settings import has_arguments, identity_of_command
 
 FOLDER = "runs"
-"""Folder of the run directories that the command line does not name."""
+"""Folder of the run directories of commands that do not name one."""
 
 
 def last_launch(path: Path) -> LaunchStart | None:
@@ -29,7 +29,7 @@ def last_launch(path: Path) -> LaunchStart | None:
 
 
 def script_name(command: Sequence[str]) -> str:
-    """The module's or the script's, without its folder and ending.
+    """The name of a command's module or script, without folder and ending.
 
     Args:
         command: The script with its arguments, or ``-m``, a module and its arguments.
@@ -41,7 +41,7 @@ def default_directory(command: Sequence[str]) -> Path:
     """The run directory of a command that names none.
 
     It is ``runs/SCRIPT`` where there are no arguments, and ``runs/SCRIPT-1a2b3c4d`` where there are, or where
-    ``runs/SCRIPT`` holds the run of another command. A run that has begun in ``runs/SCRIPT`` goes on there.
+    ``runs/SCRIPT`` holds the run of another command. A run that has begun in ``runs/SCRIPT`` continues there.
 
     Args:
         command: The script with its arguments, or ``-m``, a module and its arguments.
@@ -58,7 +58,7 @@ def default_directory(command: Sequence[str]) -> Path:
 
 
 def newest(path: Path) -> Path:
-    """The run directory with which a command goes on: the one itself, or the newest that was begun afresh beside it.
+    """The run directory in which a command continues: the newest that was begun afresh beside its own, or its own.
 
     Args:
         path: The run directory that the command has or names.
@@ -71,7 +71,7 @@ def next_afresh(path: Path) -> Path:
     """The run directory that :func:`begin_afresh` would make now.
 
     Args:
-        path: The run directory that the command has or names; it is taken itself where no run has begun in it.
+        path: The run directory that the command has or names; returned unchanged if no run has begun in it.
     """
     if not _fresh(path) and last_launch(path) is None:
         return path
@@ -79,10 +79,10 @@ def next_afresh(path: Path) -> Path:
 
 
 def begin_afresh(path: Path) -> Path:
-    """Makes a run directory beside one that is in use: ``runs/gpt-2`` beside ``runs/gpt``.
+    """Makes a new run directory beside one in which a run has begun: ``runs/gpt-2`` beside ``runs/gpt``.
 
     Args:
-        path: As :func:`next_afresh`.
+        path: As for :func:`next_afresh`.
     """
     while (beside := next_afresh(path)) != path:
         path.mkdir(parents=True, exist_ok=True)

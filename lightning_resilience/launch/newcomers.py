@@ -1,12 +1,12 @@
-"""Ranks that are lost under ``launch --elastic --when-lost go-on``, and on their way back while the others go on.
+"""Ranks lost under ``launch --elastic --when-lost go-on`` that are coming back while the other ranks keep training.
 
-A *newcomer* runs the script up to its first fit and waits there, at the *door*, until it is taken into a generation
-(:mod:`~lightning_resilience.launch.loss_policy`). One that is killed before is started again, if the budget has a
-restart left. What it raises itself gives its slot up, and so does a start that takes too long: others must not end
-because of it. One whose node is lost is started when that is back, or another has come in its place.
+A *newcomer* runs the script up to its first fit and waits there (at the *door*) until it is admitted into a generation
+(:mod:`~lightning_resilience.launch.loss_policy`). If it is killed before that, it is started again if the budget has a
+restart left. If it raises an exception or its start takes too long, its slot is given up: the other ranks must not end
+because of it. If its node is lost, it is started when the node is back or another one has taken its place.
 
-Where groups of ranks hold the state together, a group is taken in when all its ranks are at the door. A rank that has
-lost another one of its group goes back there with its process.
+Where groups of ranks hold the state together, a group is admitted when all its ranks are at the door. A rank that has
+lost another rank of its group returns to the door with its process.
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ from lightning_resilience.run import deadlines, exit_codes
 
 
 class Ranks(Protocol):
-    """What can be done with the ranks, which are known by their slots: the numbers that they had in the first start."""
+    """What can be done with the ranks. A rank is known by its slot: its number in the first generation."""
 
     def open_store(self) -> int:
-        """Serves the store of another generation, beside that of the one before; returns its port."""
+        """Serves a store for another generation, beside the store of the generation before; returns its port."""
 
     def close_old_store(self) -> None:
-        """Closes that of the generation before, if it is open: whoever is blocked there is free."""
+        """Closes the store of the generation before, if it is open: this frees every rank that is blocked in it."""
 
     def close_stores(self) -> None:
-        """Closes that of the present generation, too: nobody waits there for ranks that do not come."""
+        """Closes the store of the present generation, too: no rank waits there for ranks that do not come."""
 
     def start(self, ranks: Collection[int], generation: int, is_newcomer: bool) -> None:
-        """Starts processes for ranks whose last ones have ended; newcomers wait at the door."""
+        """Starts processes for ranks whose last processes have ended; newcomers wait at the door."""
 
     def has_spare(self, rank: int) -> bool:
-        """Whether a process waits for the place of this rank that has its imports done."""
+        """Whether a spare process that has done its imports waits for the place of this rank."""
 
     def lost_node(self, rank: int) -> str | None:
-        """The name of the node of this rank, if it is lost and none has come in its place."""
+        """The name of the node of this rank, if the node is lost and no other node has taken its place."""
 
     def dismiss(self, ranks: Collection[int]) -> None:
-        """Has the nodes of these ranks end, which were told to stop: from here on they are lost."""
+        """Makes the nodes of these ranks end, which were told to stop: from here on they are lost."""
 
     def tell(self, ranks: Collection[int], kind: str, **fields: Any) -> None:
         """Sends ranks a message, see :mod:`~lightning_resilience.launch.channel`."""
@@ -53,7 +53,7 @@ class Ranks(Protocol):
         """Sends ranks a signal."""
 
     def restarts_left(self) -> int:
-        """How many restarts there may be from now on, by what the run has recorded of its failures and its progress."""
+        """How many restarts are left, from the failures and the progress that the run has recorded."""
 
     def record(
         self, lost: Mapping[int, str], generation: int, members: Collection[int] | None, kept: Collection[int]
@@ -61,28 +61,28 @@ class Ranks(Protocol):
         """Records a change of the ranks.
 
         Args:
-            lost: How each rank that was lost has ended; empty: newcomers are taken in, or ranks leave.
-            generation: The one that begins.
-            members: Who is in it; ``None``: all ranks, always.
-            kept: Who keeps its process.
+            lost: How each lost rank has ended; empty: newcomers are admitted, ranks leave, or all ranks start again.
+            generation: The generation that begins.
+            members: The slots of its members; ``None``: all ranks, always.
+            kept: The ranks that keep their processes.
         """
 
 
 @dataclass
 class Member:
-    """A rank in its present life.
+    """A rank, from the start of its present process on.
 
     Args:
         rank: Its slot.
-        generation: The generation in which it is, as it says.
-        since: When it was started; for the policy's clock.
-        state: What it has said last; ``starting``: nothing since it was started.
+        generation: The generation in which it is, as it has reported.
+        since: When it was started, by the policy's clock.
+        state: The last state that it has reported; ``starting``: none since it was started.
         reason: Why it has refused.
-        fewer: Why its fit cannot go on with fewer ranks; empty: it can; ``None``: neither it nor a process of its slot
-            before it knows it.
-        tasks: Why no other rank can take those of rank 0; said together.
-        has_trained: Whether it has no batch any more, and only ends its fit.
-        exit_code: How its process has ended, as ``subprocess`` gives it: of a signal the negative number.
+        fewer: Why its fit cannot continue with fewer ranks; empty: it can; ``None``: neither this process nor an
+            earlier one of its slot has reported it.
+        tasks: Why no other rank can take the tasks of rank 0; reported together with ``fewer``.
+        has_trained: Whether it has no batch left and only ends its fit.
+        exit_code: How its process has ended, as ``subprocess`` gives it: the negative number for a signal.
     """
 
     rank: int
@@ -96,7 +96,7 @@ class Member:
     exit_code: int | None = None
 
     def says(self, fields: Mapping[str, Any]) -> None:
-        """It has said in which state it is."""
+        """Takes over the state that the rank has reported."""
         self.state, self.generation = str(fields["state"]), int(fields["generation"])
         self.reason, self.has_trained = str(fields["reason"]), bool(fields.get("has_trained"))
         if self.state == "ready" and fields.get("fewer") is not None:
@@ -104,7 +104,7 @@ class Member:
 
 
 def is_replaceable(exit_code: int | None) -> bool:
-    """Whether a rank that ended so was killed, or has made room; what an exception ends is the user's own."""
+    """Whether a rank with this exit code was killed or too slow; an exception that ends a rank is the user's own."""
     return exit_code is not None and (exit_code < 0 or exit_code in (exit_codes.HUNG, exit_codes.TOO_SLOW))
 
 
@@ -117,31 +117,32 @@ def how_ended(exit_code: int) -> str:
 
 
 def named(ranks: Collection[int]) -> str:
-    """These ranks, in a sentence."""
+    """These ranks, as part of a sentence."""
     *others, last = map(str, sorted(ranks))
     return f"ranks {', '.join(others)} and {last}" if others else f"rank {last}"
 
 
 def in_whole_groups(slots: Iterable[int], group: int) -> list[int]:
-    """Those of these slots of which the whole group is among them: groups are of slots one after the other."""
+    """The slots whose whole group is among the given slots. A group has consecutive slots."""
     here = sorted(slots)
     counts = Counter(slot // group for slot in here)
     return [slot for slot in here if counts[slot // group] == group]
 
 
 class Newcomers:
-    """Those that are on their way.
+    """The newcomers, until they are members.
 
     Args:
         ranks: Starts and ends them.
 
     Attributes:
-        coming: Those that were started and are in no generation yet, by slot.
-        leaving: Those that are being ended.
-        away: Slots whose node is lost: they are started when there is one.
-        later: Slots that are started when the others are in their fit, on whose way there they would take cores.
-        given_up: Slots for which none is started any more.
-        group: How many ranks hold the state together, as they say.
+        coming: Newcomers that were started and are in no generation yet, by slot.
+        leaving: Newcomers that are being ended, by slot.
+        away: Slots whose node is lost: their newcomers are started when there is a node.
+        later: Slots whose newcomers are started when the other ranks are in their fit: until then they would take CPU
+            cores from these.
+        given_up: Slots for which no newcomer is started any more.
+        group: How many ranks hold the state together, as the ranks have reported.
     """
 
     def __init__(self, ranks: Ranks) -> None:
@@ -155,7 +156,7 @@ class Newcomers:
         self._first_at_door: float | None = None
 
     def start(self, slots: Collection[int], generation: int, now: float) -> None:
-        """Starts newcomers, as soon as their nodes are there."""
+        """Starts newcomers; a newcomer whose node is lost is started as soon as there is a node for it."""
         away = {slot for slot in slots if self._ranks.lost_node(slot) is not None}
         self.away |= away
         if here := sorted({*slots} - away):
@@ -164,27 +165,27 @@ class Newcomers:
 
     @property
     def waiting(self) -> list[int]:
-        """The slots of those that are at the door."""
+        """The slots of the newcomers at the door."""
         return sorted(slot for slot, each in self.coming.items() if each.state == "waiting" and each.exit_code is None)
 
     @property
     def at_door(self) -> list[int]:
-        """The slots of those that can be taken in: whole groups."""
+        """The slots of the newcomers that can be admitted: whole groups at the door."""
         return in_whole_groups(self.waiting, self.group)
 
     def send_back(self, members: Mapping[int, Member], now: float) -> None:
-        """These members have lost a rank of their group: they come to the door with their processes."""
+        """Makes newcomers of these members, which have lost a rank of their group and keep their processes."""
         for slot, each in members.items():
             each.state, each.since = "starting", now
             self.coming[slot] = each
 
     @property
     def living(self) -> list[int]:
-        """The slots of those whose processes have not ended."""
+        """The slots of the newcomers whose processes have not ended."""
         return [each.rank for each in (*self.coming.values(), *self.leaving.values()) if each.exit_code is None]
 
     def opens_at(self, now: float) -> float | None:
-        """When those at the door are taken in: at once if nobody else is on the way; ``None``: nobody is there."""
+        """When the newcomers at the door are admitted: at once if no other one is coming; ``None``: there are none."""
         if not (waiting := self.at_door):
             self._first_at_door = None
             return None
@@ -195,16 +196,16 @@ class Newcomers:
         return now if is_last else self._first_at_door + deadlines.NEWCOMERS_GATHER_WITHIN_S
 
     def take(self, slots: Collection[int]) -> dict[int, Member]:
-        """These are members from now on."""
+        """Takes these newcomers out, as members from now on."""
         self._first_at_door = None
         return {slot: self.coming.pop(slot) for slot in slots}
 
     def end(self, now: float, members: Collection[Member] | None = None) -> None:
-        """Ends them at once, since they have nothing to save.
+        """Kills newcomers at once, since they have nothing to save.
 
         Args:
-            now: Now.
-            members: Which; default: all.
+            now: By the policy's clock.
+            members: Which ones; default: all newcomers.
         """
         if members is None:
             self.later.clear()
@@ -217,20 +218,20 @@ class Newcomers:
                 self._ranks.send_signal([each.rank], signal.SIGKILL)
 
     def have_left(self, now: float) -> bool:
-        """Whether none is left, or only processes that the kernel does not end."""
+        """Whether no ended newcomer is left; a process that the kernel does not end counts as gone after a while."""
         return not any(
             each.exit_code is None and now < each.since + deadlines.LEFTOVERS_PATIENCE_S
             for each in self.leaving.values()
         )
 
     def look_after(self, now: float, generation: int, next_restart: Callable[[], int | None], are_in_fit: bool) -> None:
-        """Starts those again that were killed, and gives up those that will not come.
+        """Starts killed newcomers again, and gives up newcomers that will not come.
 
         Args:
-            now: Now.
-            generation: The present one.
-            next_restart: Counts a restart, and returns its number; ``None``: none is left.
-            are_in_fit: Whether the others are in their fit.
+            now: By the policy's clock.
+            generation: The present generation.
+            next_restart: Counts a restart and returns its number; ``None``: none is left.
+            are_in_fit: Whether the other ranks are in their fit, or have had enough time to enter it.
         """
         if self.later and are_in_fit:
             slots = sorted(self.later)
@@ -253,7 +254,7 @@ class Newcomers:
             how = f"{who} {how_ended(each.exit_code) if node is None else f'was lost with {node}'}"
             if not is_replaceable(each.exit_code):
                 self._give_up(slot, f"{who} ended with exit code {each.exit_code} before its fit")
-            elif node is not None:  # nobody is disturbed, however often it comes and goes
+            elif node is not None:  # this disturbs no other rank, however often the node comes and goes
                 log_line(f"{how}: starting another one when its node is back.")
                 self.start([slot], generation, now)
             elif (number := next_restart()) is None:
@@ -267,7 +268,7 @@ class Newcomers:
         log_line(f"{reason}: the others go on without it.")
 
     def forget(self) -> None:
-        """All ranks are started again."""
+        """Forgets all newcomers, since all ranks are started again."""
         for each in (self.coming, self.leaving, self.away, self.later, self.given_up):
             each.clear()
         self._first_at_door = None

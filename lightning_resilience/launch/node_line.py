@@ -1,6 +1,6 @@
 """The connection between the first node and a follower, under ``launch --elastic`` with several nodes.
 
-Both ends prove to the other one that they have read a secret in the run directory, a file that only the user can read.
+Each end proves to the other one that it has read a secret in the run directory, a file that only the user can read.
 Messages are those of :class:`~lightning_resilience.launch.channel.Channel`:
 
 =========== ========================= ==================================================================================
@@ -10,21 +10,21 @@ kind        from -> to                meaning, and its other fields
 ``join``    follower -> first node    ``nonce``, ``proof``, its name ``node``, ``node_rank`` or null, ``count`` of
                                       ranks, ``process``
 ``welcome`` first node -> follower    ``proof``
-``start``   first node -> follower    a rank begins a ``life`` of this number: ``rank`` on its node, ``environment``
-``clear``   first node -> follower    these ``ranks`` have ended; if they are started again, the others go on
-``tell``    first node -> follower    what a ``rank`` is told: ``message``, its ``fields``
-``signal``  first node -> follower    the process of a ``life`` gets ``signum``
-``settle``  first node -> follower    what ranks have said and how they ended is to be passed on before the answer,
+``start``   first node -> follower    start the local ``rank``, as the process with number ``life``: ``environment``
+``clear``   first node -> follower    these ``ranks`` have ended; if they are started again, the other ranks continue
+``tell``    first node -> follower    pass a message to a ``rank``: ``message``, its ``fields``
+``signal``  first node -> follower    send ``signum`` to the process with number ``life``
+``settle``  first node -> follower    pass on what ranks have reported and how they ended before the answer,
                                       ``settled``, with the same ``number``
-``end``     first node -> follower    it is over, with ``code``
-``said``    follower -> first node    the rank of a ``life`` has said ``message``, with ``fields``
-``ended``   follower -> first node    the process of a ``life`` has ended with ``code``
-``settled`` follower -> first node    the answer to ``settle``; ``spares``: the local ranks for which one is ready
+``end``     first node -> follower    the run is over, with ``code``
+``said``    follower -> first node    the rank with number ``life`` has sent ``message``, with ``fields``
+``ended``   follower -> first node    the process with number ``life`` has ended with ``code``
+``settled`` follower -> first node    the answer to ``settle``; ``spares``: the local ranks for which a spare is ready
 ``stop``    follower -> first node    its launcher was told to stop
-``beat``    both                      it lives
+``beat``    both                      the sender is alive
 =========== ========================= ==================================================================================
 
-A connection that is closed, or silent for 30 s, is a lost node. Its follower ends its ranks, and joins again.
+A connection that is closed, or silent for 30 s, counts as a lost node. Its follower ends its ranks and joins again.
 
 Imports neither torch nor Lightning.
 """
@@ -63,7 +63,7 @@ def secret_path(run_dir: Path, run_id: str) -> Path:
 
 
 def make_secret(path: Path) -> bytes:
-    """The first node makes it.
+    """Creates the secret; called on the first node.
 
     Args:
         path: See :func:`secret_path`.
@@ -76,13 +76,13 @@ def make_secret(path: Path) -> bytes:
 
 
 def read_secret(path: Path) -> bytes | None:
-    """The others read it; ``None``: it is not there yet.
+    """Reads the secret; called on the other nodes. ``None``: it does not exist yet.
 
     Args:
         path: See :func:`secret_path`.
 
     Raises:
-        PermissionError: If somebody else may know it.
+        PermissionError: If another user may know it.
     """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -104,7 +104,7 @@ class Line:
     """One end of the connection between the first node and a follower.
 
     Args:
-        connection: The socket; it is this object's from here on.
+        connection: The socket; this object owns it.
     """
 
     def __init__(self, connection: socket.socket) -> None:
@@ -115,7 +115,7 @@ class Line:
         self.send, self.receive = self._channel.send, self._channel.receive
 
     def listen(self, take: Callable[[Message], None], end: Callable[[], None]) -> None:
-        """Receives in a thread from here on, and shows that this process lives.
+        """Receives in a thread from here on, and sends signs of life.
 
         Args:
             take: Called with every message.
@@ -141,10 +141,10 @@ class Line:
 
     @contextmanager
     def limited(self, within_s: float) -> Iterator[None]:
-        """Closes it if what is done meanwhile takes longer.
+        """Closes the connection if the code in the ``with`` block takes too long.
 
         Args:
-            within_s: Than so long.
+            within_s: How long it may take.
         """
         too_late = threading.Timer(within_s, self.close)
         too_late.daemon = True
@@ -155,7 +155,7 @@ class Line:
             too_late.cancel()
 
     def close_if_silent(self) -> None:
-        """Closes it if nothing has been heard for too long."""
+        """Closes the connection if nothing was received for too long."""
         if time.monotonic() - self._heard_at > deadlines.NODE_SILENT_AFTER_S:
             self._channel.close()
 
@@ -164,20 +164,20 @@ class Line:
         self._over.wait(within_s)
 
     def close(self) -> None:
-        """Ends it."""
+        """Closes this end."""
         self._channel.close()
 
 
 def _is_same(said: Any, proof: str) -> bool:
-    return hmac.compare_digest(str(said).encode(errors="replace"), proof.encode())  # of text it takes only ASCII
+    return hmac.compare_digest(str(said).encode(errors="replace"), proof.encode())  # it accepts only ASCII as str
 
 
 def greet(line: Line, secret: bytes) -> dict[str, Any] | None:
-    """The first node lets the other end introduce itself; what it says, if it knows the secret.
+    """Lets a follower introduce itself to the first node; returns its message; ``None``: it does not know the secret.
 
     Args:
-        line: To it.
-        secret: See :func:`secret_path`.
+        line: The connection to it.
+        secret: The secret, see :func:`make_secret`.
     """
     with line.limited(deadlines.NODE_JOINS_WITHIN_S):
         ours = secrets.token_hex()
@@ -192,14 +192,14 @@ def greet(line: Line, secret: bytes) -> dict[str, Any] | None:
 
 
 def introduce(line: Line, secret: bytes, node_rank: int | None, count: int, process: str = "") -> bool:
-    """A follower introduces itself; whether the other end is the first node.
+    """Introduces a follower; returns whether the other end is the first node.
 
     Args:
-        line: To it.
-        secret: See :func:`secret_path`.
+        line: The connection to it.
+        secret: The secret, see :func:`read_secret`.
         node_rank: The number of this node, if it was given one.
         count: How many ranks it has.
-        process: What tells this process from others with its number.
+        process: Distinguishes this process from others with the same number.
     """
     with line.limited(deadlines.NODE_JOINS_WITHIN_S):
         if (who := line.receive()) is None or who.kind != "who":

@@ -1,7 +1,7 @@
-"""Several nodes follow one plan, which the first node makes and publishes.
+"""The plan that the nodes of a run follow: the first node makes and publishes it.
 
-The plan is a small file in the run directory, which all nodes share. A counter in it moves while its owner lives: a
-file that a dead launch has left behind is told from a live one without comparing the clocks of two machines.
+The plan is a small file in the run directory, which all nodes share. A counter in it moves while its owner lives. So a
+node can distinguish the file of a dead launch from that of a live one without comparing the clocks of two machines.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ _READ_EVERY_S = 1.0
 
 
 class FirstNodeMissing(Exception):
-    """The node that decides has not published anything for too long."""
+    """The node that decides has published nothing for too long."""
 
 
 class AnotherLaunch(Exception):
-    """The nodes of another launch, which meet elsewhere, are at work in the run directory."""
+    """The nodes of another launch, which meet elsewhere, work in the run directory."""
 
 
 @dataclass(frozen=True)
@@ -43,14 +43,14 @@ class Plan:
         max_restarts: How often the elastic launcher may restart the workers.
         job_attempt: Number of the job retry.
         nnodes: How many nodes meet: a number or ``MIN:MAX``.
-        endpoint: Where they meet; one that was told to meet elsewhere is none of them.
+        endpoint: Where the nodes meet; a node that was given another endpoint does not belong to them.
         node: The first node.
         excluded: The excluded nodes.
         replacements: Launch ids of the spares that replace them.
         spares: The spare nodes that wait.
-        ends_for_new_job: Whether nodes are excluded in a new job, and not by this launch.
+        ends_for_new_job: Whether nodes are excluded by a new job, and not by this launch.
         exit_code: Set once the run is over.
-        beat: Moves as long as the owner lives.
+        beat: A counter that moves while the owner lives.
     """
 
     owner: str
@@ -68,11 +68,11 @@ class Plan:
     beat: int = 0
 
     def why_not_excluded(self, nodes: Collection[str], count: int) -> str | None:
-        """Why the run must go on with these nodes, if so.
+        """Why the run must continue with these nodes; ``None``: they can be excluded.
 
         Args:
             nodes: Their names.
-            count: How many nodes are at work, with these.
+            count: How many nodes take part, including these.
         """
         if self.ends_for_new_job:
             return None
@@ -87,11 +87,11 @@ class Plan:
 
 
 class Board:
-    """Where the first node publishes its plan.
+    """The file in which the first node publishes its plan.
 
     Args:
         path: The file, on storage that all nodes share.
-        launch_id: Who writes, if this node does.
+        launch_id: The id of this launch, if it publishes the plan.
         endpoint: Where this node was told that the nodes meet.
     """
 
@@ -103,51 +103,51 @@ class Board:
         self._beat_at = 0.0
 
     def note_spares(self, spares: list[str]) -> None:
-        """The first node: makes known which nodes wait."""
+        """First node: publishes which spare nodes wait."""
         if self._published is not None and self._published.spares != spares:
             self.publish(replace(self._published, spares=spares))
 
     def publish(self, plan: Plan) -> None:
-        """The first node: makes a plan known."""
+        """First node: publishes a plan."""
         self._published = plan
         self._beat_at = time.monotonic()
         self.path.parent.mkdir(parents=True, exist_ok=True)
         write_json(self.path, asdict(plan))
 
     def beat(self) -> None:
-        """The first node: shows that it lives; to be called often. Followers are patient where it cannot be written."""
+        """First node: shows that it lives; must be called often. If it cannot write, the other nodes are patient."""
         if self._published is not None and time.monotonic() - self._beat_at >= BEAT_INTERVAL_S:
             with suppress(OSError):
                 self.publish(replace(self._published, beat=self._published.beat + 1))
 
     def finish(self, exit_code: int) -> None:
-        """The first node: tells the others how it ends."""
+        """First node: publishes the exit code of the run."""
         published = self._published or Plan(self._launch_id, "", max_restarts=0, job_attempt=0)
-        with suppress(OSError):  # they end where nothing is heard of this node
+        with suppress(OSError):  # the other nodes end when the file does not change for too long
             self.publish(replace(published, exit_code=exit_code, beat=published.beat + 1))
 
     def read(self) -> Plan | None:
-        """The plan that stands."""
+        """The plan that is published now, if it can be read."""
         content = read_json(self.path)
         try:
             return Plan(**content) if content is not None else None
-        except TypeError:  # another version's
+        except TypeError:  # written by another version
             return None
 
     def wait_for(self, after: Plan | None, within_s: float, stop: Callable[[], bool]) -> Plan | None:
-        """The others: waits for the next plan of a living owner.
+        """Other nodes: waits for the next plan of a living owner.
 
         Args:
             after: The plan that was followed last; ``None`` for the first one, which must not be a dead owner's.
-            within_s: How long the file may stand still.
-            stop: Ends the waiting.
+            within_s: How long the file may stay unchanged.
+            stop: Whether to stop waiting.
 
         Returns:
-            The plan, or ``None`` if ``stop`` said so.
+            The plan; ``None`` if ``stop`` has returned true.
 
         Raises:
-            AnotherLaunch: If it is the owner of other nodes that lives.
-            FirstNodeMissing: If nothing has moved for ``within_s``.
+            AnotherLaunch: If the living owner belongs to other nodes.
+            FirstNodeMissing: If the file has not changed for ``within_s``.
         """
         first = after if after is not None else self.read()
         last = first
@@ -177,11 +177,11 @@ class Board:
 
 
 class Pulse:
-    """Whether the first node still works at a plan, as another node sees it.
+    """Checks on another node whether the first node still follows a plan.
 
     Args:
-        board: Where it is published.
-        run_id: Id of the rendezvous.
+        board: Where the plan is published.
+        run_id: Id of the plan's rendezvous.
     """
 
     def __init__(self, board: Board, run_id: str) -> None:
@@ -190,7 +190,7 @@ class Pulse:
         self._moved_at = self._read_at = 0.0
 
     def has_stopped(self) -> bool:
-        """Whether it has another plan or none, or has shown no sign of life for a while; to be called often."""
+        """Whether the first node has another plan, has ended, or has shown no sign of life; must be called often."""
         if time.monotonic() - self._read_at < _READ_EVERY_S:
             return False
         plan = self._board.read()
@@ -203,12 +203,12 @@ class Pulse:
 
 
 def why_not_excluded(run_dir: Path, nodes: Collection[str], count: int) -> str | None:
-    """Why the run would go on with these nodes if a rank asked to go on without them; ``None`` also if it is not known.
+    """Why the run would continue with these nodes if a rank asked to exclude them; ``None`` also if that is unknown.
 
     Args:
         run_dir: The run directory.
         nodes: Their names.
-        count: How many nodes are at work, with these.
+        count: How many nodes take part, including these.
     """
     plan = Board(run_dir / BOARD, "").read()
     if plan is None or plan.run_id != os.environ.get("TORCHELASTIC_RUN_ID"):
@@ -217,11 +217,11 @@ def why_not_excluded(run_dir: Path, nodes: Collection[str], count: int) -> str |
 
 
 def meet_alike(endpoint: str, other: str) -> bool:
-    """Whether two nodes that were given these will meet; so they will if it cannot be said that they will not.
+    """Whether two nodes with these endpoints will meet; true also if that cannot be found out.
 
     Args:
-        endpoint: ``HOST:PORT``, or nothing.
-        other: The other's.
+        endpoint: ``HOST:PORT``, or empty.
+        other: The endpoint of the other node.
     """
     if not endpoint or not other:
         return True

@@ -66,11 +66,11 @@ _MESSAGE_LENGTH = 400
 
 
 class Notices:
-    """Finds in the history of a run what was not told yet.
+    """Finds events in the history of a run that were not reported yet.
 
     Args:
-        launch_id: The launch; what came before it is not told.
-        run_id: Id of the run.
+        launch_id: The id of the launch; earlier events are not reported.
+        run_id: The id of the run.
         run_dir: The run directory.
     """
 
@@ -78,7 +78,7 @@ class Notices:
         self._launch_id = launch_id
         self._run = {"run_id": run_id, "run_dir": run_dir}
         self._seen: set[tuple[float, str, int | None, str | None]] = set()
-        self._told = 0  # interruptions
+        self._told = 0  # number of interruptions that were reported
         self._slow: list[int] = []
         self._saves_fail = False
         self._bad: set[str] = set()
@@ -86,11 +86,11 @@ class Notices:
     def look(
         self, history: History, interruptions: Sequence[dict[str, Any]], step: int | None, now: float
     ) -> list[dict[str, Any]]:
-        """What there is to tell, the oldest first: objects with :data:`KEYS`, but ``dropped``.
+        """The events to report, the oldest first: objects with :data:`KEYS`, except ``dropped``.
 
         Args:
             history: The run's history.
-            interruptions: As :func:`.report.all_interruptions` has them.
+            interruptions: As :func:`.report.all_interruptions` returns them.
             step: The furthest step of the script's last fit.
             now: The time, in seconds since the epoch.
         """
@@ -106,7 +106,7 @@ class Notices:
                 before = events[begin - 1] if begin and self._is_mine(event) else None
                 found += [self._object(name, event, text) for name, text in self._of(event, before, history)]
         first = next((event.time for event in events[begin:] if isinstance(event, WorkersStart)), math.inf)
-        own = [each for each in interruptions if each["time"] >= first]  # of these workers or later ones
+        own = [each for each in interruptions if each["time"] >= first]  # of this launch's workers
         settled_until = max(all_recorded_until(history), now - _INTERRUPTION_SETTLES_WITHIN_S)
         for each in own[self._told :]:
             if each["time"] >= settled_until:
@@ -124,14 +124,14 @@ class Notices:
         return isinstance(event, LaunchStart) and event.launch_id == self._launch_id
 
     def _of(self, event: Event, before: Event | None, history: History) -> Iterator[tuple[str, str]]:
-        """The names of what an event is, and messages."""
+        """The names under which an event is reported, with their messages."""
         match event:
             case LaunchStart():
                 step = history.safe_step()
                 killed = "; the launcher before was killed" if isinstance(before, LauncherKilled) else ""
                 yield "run_began", ("new run" if step is None else f"continuing, step {step} is safe") + killed
             case WorkersStart() if event.restart_count in growths(history.of(RanksReplaced), event.elastic_run_id):
-                pass  # nobody was lost
+                pass  # no rank was lost
             case WorkersStart() if any(start.time < event.time for start in history.of(WorkersStart)):
                 safe = (
                     "no checkpoint in the run directory yet"

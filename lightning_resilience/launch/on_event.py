@@ -1,7 +1,7 @@
-"""``--on-event CMD``: a command of the user's for each important event, which can neither stop nor delay a run.
+"""``--on-event CMD``: runs a user's command for each important event, without stopping or delaying the run.
 
-The commands run one at a time, each in a session of its own, with a time limit; whatever they have started ends with
-them. What comes while too many wait drops the oldest.
+The commands run one at a time, each in a session of its own, with a time limit; all processes in this session end with
+the command. If too many events wait, the oldest is dropped.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ OTHERS_END_WITHIN_S = 5.0
 """How long the commands before the last one may take once the run has ended."""
 
 HURRIED_LIMIT_S = 4.0
-"""How long the last command may take where a signal has ended the run: the job may be killed soon."""
+"""How long the last command may take if a signal has ended the run: the job may be killed soon."""
 
 HURRIED_OTHERS_END_WITHIN_S = 1.0
-"""The same of the commands before it."""
+"""How long the commands before it may take in that case."""
 
 _MAX_WAITING = 20
 _SHOWN = 200  # characters of output
 _READ = 4096
 _POLL_S = 0.1
-_KILLED_WITHIN_S = 1.0  # else it is stuck in the kernel
+_KILLED_WITHIN_S = 1.0  # otherwise it is stuck in the kernel
 
 
 def checked_command(text: str) -> tuple[str, ...]:
-    """The words of a command.
+    """Splits a command into words, and checks that its program exists.
 
     Args:
         text: As a shell splits it; no shell runs it.
@@ -68,7 +68,7 @@ class EventCommand:
     Args:
         words: The command.
         limit_s: How long it may take.
-        log: Gets what is to be said about it.
+        log: Called with each log line.
     """
 
     def __init__(self, words: Sequence[str], limit_s: float = LIMIT_S, log: Callable[[str], None] = log_line) -> None:
@@ -77,7 +77,7 @@ class EventCommand:
         self._log = log
         self._waiting: deque[dict[str, Any]] = deque()
         self._dropped = 0
-        self._ending: tuple[float, float] | None = None  # until when for the others, and how long for the last one
+        self._ending: tuple[float, float] | None = None  # deadline of earlier commands, and time limit of the last one
         self._changed = threading.Condition()
         self._said: set[str] = set()
         self._process: subprocess.Popen[bytes] | None = None
@@ -85,10 +85,10 @@ class EventCommand:
         self._thread.start()
 
     def put(self, content: dict[str, Any]) -> None:
-        """Runs the command with this on its standard input, as soon as those before have ended.
+        """Runs the command with this object on its standard input, as soon as the commands before have ended.
 
         Args:
-            content: JSON-serialisable.
+            content: The object, JSON-serializable.
         """
         with self._changed:
             self._waiting.append(content)
@@ -99,11 +99,11 @@ class EventCommand:
     def end(
         self, in_hurry: Callable[[], object] = lambda: False, must_go: Callable[[], object] = lambda: False
     ) -> None:
-        """Waits for those that are left, within limits.
+        """Waits for the remaining commands, within limits.
 
         Args:
-            in_hurry: Whether the limits are those of a run that a signal has ended; it may come while this waits.
-            must_go: Ends the waiting.
+            in_hurry: Whether a signal has ended the run, which shortens the limits; it may come during the wait.
+            must_go: Whether to stop waiting.
         """
         is_hurried = bool(in_hurry())
         deadline = self._begin_to_end(is_hurried)
@@ -117,7 +117,7 @@ class EventCommand:
             self._log(f"--on-event: the command was too slow; events dropped: {self._dropped}.")
 
     def _begin_to_end(self, is_hurried: bool) -> float:
-        """Sets the limits of the end, and returns until when it may take."""
+        """Sets the limits for the end, and returns the deadline."""
         others_s = HURRIED_OTHERS_END_WITHIN_S if is_hurried else OTHERS_END_WITHIN_S
         last_s = min(self._limit_s, HURRIED_LIMIT_S) if is_hurried else self._limit_s
         now = time.monotonic()
@@ -143,7 +143,7 @@ class EventCommand:
                 content = self._waiting.popleft()
             try:
                 self._call({**content, "dropped": self._dropped})
-            except Exception as error:  # it goes on with the next one
+            except Exception as error:  # it continues with the next one
                 self._say_once(f"--on-event: the command could not be run ({error})")
 
     def _is_late(self, began: float, event: str) -> bool:
@@ -168,7 +168,7 @@ class EventCommand:
         os.set_blocking(stdin, False)
         os.set_blocking(stdout, False)
         is_late = False
-        # Not reaped yet: its number, which is that of its group, stays its own.
+        # The process is not reaped yet, so its number, which is that of its process group, is not given to another one.
         while os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None and not is_late:
             poll = select.poll()
             poll.register(stdout, select.POLLIN)
@@ -180,7 +180,7 @@ class EventCommand:
                 if not left:
                     process.stdin.close()
             if stdout in ready and not (more := _read(stdout)):
-                time.sleep(_POLL_S / 10)  # it has closed its output, and has ended in general
+                time.sleep(_POLL_S / 10)  # it has closed its output, and usually ends soon
             elif stdout in ready:
                 said = (said + more)[:_READ]
             is_late = self._is_late(began, content["event"])
@@ -209,7 +209,7 @@ class EventCommand:
 
 
 def _write(fd: int, data: memoryview) -> memoryview:
-    """Writes what the command takes now; nothing is left if it reads no more."""
+    """Writes what the command accepts now, and returns the rest; the rest is empty if the command reads no more."""
     try:
         return data[os.write(fd, data) :]
     except BlockingIOError:

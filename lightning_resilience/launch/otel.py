@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from opentelemetry.metrics import CallbackOptions, Observation
 
 ENDPOINTS = ("OTEL_EXPORTER_OTLP_METRICS_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
-"""The environment variables that say whereto, the first that is set."""
+"""The environment variables that name the endpoint; the first that is set counts."""
 
 _PROTOCOLS = ("OTEL_EXPORTER_OTLP_METRICS_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
 _UNITS = {"seconds": "s", "ratio": "1", "": "1"}
@@ -26,7 +26,7 @@ _LOGGER = logging.getLogger("opentelemetry")
 
 
 def endpoint() -> str | None:
-    """Where OpenTelemetry's environment variables send metrics; ``None``: nowhere."""
+    """The endpoint to which OpenTelemetry's environment variables send metrics; ``None``: there is none."""
     is_off = os.environ.get("OTEL_SDK_DISABLED", "").lower() == "true"
     if is_off or os.environ.get("OTEL_METRICS_EXPORTER", "otlp") != "otlp":
         return None
@@ -34,7 +34,7 @@ def endpoint() -> str | None:
 
 
 class _Once(logging.Handler):
-    """Logs the first trouble of OpenTelemetry, which comes again with every export."""
+    """Logs the first failure of OpenTelemetry, which is repeated with every export."""
 
     has_logged = False
 
@@ -47,7 +47,7 @@ class _Once(logging.Handler):
 
 
 class OpenTelemetry:
-    """Sends metrics to :func:`endpoint`, every minute unless OpenTelemetry's variables say otherwise.
+    """Sends metrics to :func:`endpoint`, every minute unless OpenTelemetry's variables set another interval.
 
     Args:
         run_dir: The run directory.
@@ -99,7 +99,7 @@ class OpenTelemetry:
             yield Observation(value, {metric.label: label} if metric.label else {})
 
     def show(self, figures: Figures) -> None:
-        """Sends them from now on.
+        """Sends these metrics from now on.
 
         Args:
             figures: The metrics.
@@ -107,7 +107,7 @@ class OpenTelemetry:
         self._figures = figures
 
     def end(self) -> None:
-        """Sends what was shown last."""
+        """Sends the last metrics and ends."""
         self._provider.shutdown(_ENDS_WITHIN_MS)
         _LOGGER.removeHandler(self._troubles)
         _LOGGER.propagate = True

@@ -1,7 +1,7 @@
-"""The other nodes, as the supervisor of ``launch --elastic`` on the first one sees them: ranks like its own.
+"""The other nodes for the supervisor of ``launch --elastic`` on the first node: their ranks look like its own ranks.
 
-The supervisors of the other nodes (:mod:`~lightning_resilience.launch.follower`) do what it says, so everything is
-decided in one place. The ranks of a node that is lost were killed, as far as that is concerned.
+The supervisors of the other nodes (:mod:`~lightning_resilience.launch.follower`) do what the first node's supervisor
+asks, so everything is decided in one place. If a node is lost, its ranks count as killed.
 
 Imports neither torch nor Lightning.
 """
@@ -30,12 +30,12 @@ def listen(host: str, port: int = 0) -> socket.socket:
     """A socket to which all nodes can connect.
 
     Args:
-        host: The name or address by which they know this node.
-        port: Default: any.
+        host: The name or address by which the other nodes know this node.
+        port: The port; default: any.
     """
     if host in (_loopback.ADDRESS, "localhost"):
         return socket.create_server((_loopback.ADDRESS, port))
-    # On all interfaces, as torch's: the name may lead to another address here (127.0.1.1) than elsewhere.
+    # On all interfaces, as torch does: on this node the name may resolve to another address (127.0.1.1) than elsewhere.
     if socket.has_dualstack_ipv6():
         return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024)
     return socket.create_server(("", port), backlog=1024)
@@ -49,7 +49,7 @@ class RemoteProcess:
         life: Its number, by which both nodes know it.
 
     Attributes:
-        returncode: How it has ended, if it has; as that of ``subprocess.Popen``.
+        returncode: How it has ended, as ``subprocess.Popen`` gives it; ``None``: it has not.
     """
 
     def __init__(self, node: OtherNode, life: int) -> None:
@@ -57,27 +57,27 @@ class RemoteProcess:
         self.returncode: int | None = None
 
     def poll(self) -> int | None:
-        """How it has ended, if it has."""
+        """How the process has ended; ``None``: it has not."""
         return self.returncode
 
     def send_signal(self, signum: signal.Signals) -> None:
-        """Sends it a signal."""
+        """Sends the process a signal."""
         self._node.line.send("signal", life=self._life, signum=int(signum))
 
 
 class OtherNode:
-    """A node that follows.
+    """A node that follows the first one.
 
     Args:
-        line: To it.
+        line: The connection to it.
         name: Its name.
-        node_rank: The number that it was given, if it was.
-        heard: Called in a thread with what a rank says; with ``None``: something else has happened.
-        process: What tells its follower from others with its number.
+        node_rank: The number that it was given, if any.
+        heard: Called in a thread with each message of a rank; with ``None`` when something else has happened.
+        process: Distinguishes its follower from other followers with the same number.
 
     Attributes:
         is_lost: Whether its connection has ended.
-        spares: The local ranks for which a spare process was ready when it was last asked.
+        spares: The local ranks for which a spare was ready when the node was last asked.
         has_stopped: Whether its launcher was told to stop.
     """
 
@@ -102,7 +102,7 @@ class OtherNode:
 
         Args:
             rank: Its local rank.
-            environment: What is its own.
+            environment: The environment variables that differ from rank to rank.
         """
         process = RemoteProcess(self, len(self._lives))
         self._lives.append(process)
@@ -111,7 +111,7 @@ class OtherNode:
         return process
 
     def clear(self, ranks: Collection[int]) -> None:
-        """These ranks have ended.
+        """Reports to the node that these ranks have ended.
 
         Args:
             ranks: Their local ranks.
@@ -123,8 +123,8 @@ class OtherNode:
 
         Args:
             rank: Its local rank.
-            kind: What it is, see :mod:`~lightning_resilience.launch.channel`.
-            fields: What it says.
+            kind: The type of the message, see :mod:`~lightning_resilience.launch.channel`.
+            fields: Its content.
         """
         self.line.send("tell", rank=rank, message=kind, fields=fields)
 
@@ -137,18 +137,18 @@ class OtherNode:
         return not self.is_lost and rank in self.spares
 
     def dismiss(self) -> None:
-        """Has it end its ranks, and be no part of the run any more."""
+        """Makes the node end its ranks and leave the run."""
         self.line.send("end", code=0)
         self._end()
 
     def settle(self) -> None:
-        """Asks for all that its ranks have said."""
+        """Asks the node to pass on all messages of its ranks."""
         self._asked += 1
         self.line.send("settle", number=self._asked)
 
     @property
     def is_settled(self) -> bool:
-        """Whether that was heard."""
+        """Whether the node has passed on everything that was asked for."""
         return self.is_lost or self._answered == self._asked
 
     def _take(self, message: Message) -> None:
@@ -174,25 +174,25 @@ class OtherNode:
 
 
 class NodesMissing(Exception):
-    """Not all nodes are there."""
+    """Not enough nodes have connected."""
 
 
 class OtherNodes:
-    """All nodes but the first, which has this.
+    """All nodes except the first, on which this object exists.
 
     Args:
-        host: Where the nodes meet.
-        port: The same.
-        count: How many there are with the first.
+        host: Name or address at which the nodes meet.
+        port: Port at which the nodes meet.
+        count: How many nodes there are, including the first.
         ranks: How many ranks each of them has.
-        secret: What they have read in the run directory.
+        secret: The secret in the run directory, which followers have read.
         heard: See :class:`OtherNode`.
 
     Attributes:
-        host: Where the nodes meet.
-        port: The same.
-        count: How many there are with the first.
-        nodes: Those that take part, by node rank - 1, once they have been gathered.
+        host: Name or address at which the nodes meet.
+        port: Port at which the nodes meet.
+        count: How many nodes there are, including the first.
+        nodes: The nodes that take part, by node rank - 1, once they have been gathered.
     """
 
     def __init__(
@@ -216,15 +216,16 @@ class OtherNodes:
         threading.Thread(target=self._accept, name="resilience-nodes", daemon=True).start()
 
     def gather(self, within_s: float, has_stopped: Callable[[], bool], least: int | None = None) -> None:
-        """Waits until all nodes are there.
+        """Waits until all nodes have connected.
 
         Args:
             within_s: How long to wait.
-            has_stopped: Ends the waiting.
-            least: Waits not as long for more than these; the places of others are those of lost ones then.
+            has_stopped: Whether to stop waiting.
+            least: Once this many other nodes have connected, the wait for more is shorter; missing nodes then count as
+                lost.
 
         Raises:
-            NodesMissing: If some are missing.
+            NodesMissing: If too few have connected, or the wait was stopped.
         """
         began = time.monotonic()
         while True:
@@ -241,7 +242,7 @@ class OtherNodes:
             time.sleep(_POLL_S)
 
     def _absent(self, number: int) -> OtherNode:
-        """In the place of a node that has not come: one that is lost."""
+        """A node that counts as lost, as a placeholder for a node that has not come."""
         with socket.create_server((_loopback.ADDRESS, 0)) as server:
             closed = socket.create_connection(server.getsockname())
         node = OtherNode(Line(closed), f"node {number}", None, self._heard)
@@ -249,7 +250,7 @@ class OtherNodes:
         return node
 
     def readmit(self) -> None:
-        """Nodes that have come since take the places of those that are lost."""
+        """Gives the places of lost nodes to nodes that have connected since."""
         free = [node for node in self._joined if not node.is_lost and node not in self.nodes]
         for place, node in enumerate(self.nodes):
             fits = [each for each in free if _place(each, len(self.nodes)) in (None, place)]
@@ -258,25 +259,25 @@ class OtherNodes:
                 free.remove(fits[0])
 
     def close_silent(self) -> None:
-        """Gives up nodes that are silent."""
+        """Closes the connections to nodes that have been silent for too long: they are lost."""
         for node in self._joined:
             node.line.close_if_silent()
 
     def settle(self) -> None:
-        """Asks for all that ranks of other nodes have said."""
+        """Asks all nodes to pass on all messages of their ranks."""
         for node in self.nodes:
             node.settle()
 
     @property
     def are_settled(self) -> bool:
-        """Whether that was heard."""
+        """Whether all nodes have passed on everything that was asked for."""
         return all(node.is_settled for node in self.nodes)
 
     def finish(self, code: int) -> None:
-        """It is over.
+        """Reports the end of the run to all nodes, and waits until they have closed their connections.
 
         Args:
-            code: How.
+            code: The exit code of the run.
         """
         for node in self._joined:
             node.line.send("end", code=code)
@@ -284,7 +285,7 @@ class OtherNodes:
         for node in self._joined:
             node.line.wait_for_end(until - time.monotonic())
         with suppress(OSError):
-            self._server.shutdown(socket.SHUT_RDWR)  # else the thread would wait on
+            self._server.shutdown(socket.SHUT_RDWR)  # otherwise the thread would keep waiting
         self._server.close()
 
     def _accept(self) -> None:
@@ -319,12 +320,12 @@ class OtherNodes:
                     return line.close()
                 for other in self._joined:
                     if node_rank is not None and other.node_rank == node_rank:
-                        other.line.close()  # it was started again
+                        other.line.close()  # this node was started again
                         if other.process != process:
                             self._superseded.add(other.process)
                 self._joined.append(OtherNode(line, said["node"], node_rank, self._heard, process))
             self._heard(None, Message("joined", {}, []))
-        except (OSError, TypeError, KeyError):  # it is gone, or says something else
+        except (OSError, TypeError, KeyError):  # the node is gone, or sends something else
             connection.close()
         finally:
             self._joining.release()
@@ -332,14 +333,14 @@ class OtherNodes:
 
 
 def numbered(nodes: list[OtherNode], count: int) -> list[OtherNode | None]:
-    """These nodes by their numbers, the first of which is 1; those without a place come in the order of their coming.
+    """These nodes by their numbers, which start at 1; nodes without a number fill the gaps in the order of connection.
 
     Args:
-        nodes: Who is there.
-        count: How many take part.
+        nodes: The nodes that have connected.
+        count: How many other nodes take part.
 
     Returns:
-        By place, and ``None`` where one is missing.
+        One entry for each place; ``None`` where a node is missing.
     """
     places: list[OtherNode | None] = [None] * count
     for node in nodes:
@@ -350,5 +351,5 @@ def numbered(nodes: list[OtherNode], count: int) -> list[OtherNode | None]:
 
 
 def _place(node: OtherNode, count: int) -> int | None:
-    """The place that is this node's; ``None``: any, since it has no number, or one of more nodes than there are now."""
+    """The place of this node; ``None``: any, since it has no number, or a number that is too large for this run."""
     return node.node_rank - 1 if node.node_rank is not None and 1 <= node.node_rank <= count else None

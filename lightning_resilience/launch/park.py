@@ -1,8 +1,9 @@
-"""A worker's side of its channel, and that of a spare: a process that waits to become a worker.
+"""The worker's end of its channel, and the spare: a process that waits to become a worker.
 
-A spare has the command line and the environment of its rank. It imports what the rank's last worker had imported, says
-nothing, and holds neither a device nor pinned memory. At a message it goes on as if it had just been started. If it
-cannot be used then, it executes itself again: the launcher takes a process that ends for a worker that has ended.
+A spare has the command line and the environment of its rank. It imports what the rank's last worker had imported,
+prints nothing, and holds neither a device nor pinned memory. When it gets a message, it continues as if it had just
+been started. If it then turns out to be unusable, it executes its program anew in the same process: the launcher would
+take a spare that ends for a worker that has ended.
 
 Imports neither torch nor Lightning.
 """
@@ -35,7 +36,7 @@ from lightning_resilience.run.history import read_history
 from lightning_resilience.run.run_directory import JOINS_VARIABLE, RUN_DIR_VARIABLE, RunDirectory
 
 PLAIN, RECORDS, SPARE = "plain", "records", "spare"
-"""What a process is for: a worker, one that tells what it imports, one that waits."""
+"""Purpose of a process: a worker, a worker that reports what it imports, a spare."""
 
 CHANGES_FROM_START_TO_START = frozenset(
     {
@@ -43,7 +44,7 @@ CHANGES_FROM_START_TO_START = frozenset(
         *("NVRX_CURRENT_CYCLE_INFO", "FT_LAUNCHER_IPC_SOCKET", "FT_RANK_MONITOR_IPC_SOCKET", JOINS_VARIABLE),
     }
 )
-"""What of a rank's environment differs from one start to the next, and no library reads when it is imported."""
+"""Environment variables of a rank that differ from one start to the next and that no library reads when imported."""
 
 _TOLD_AFTER_S = 0.5
 _LOOKS_FOR_PARENT_EVERY_S = 5.0
@@ -52,7 +53,7 @@ _OOM_SCORE = Path("/proc/self/oom_score_adj")
 _KILLED_RATHER = 500
 
 has_frozen = False
-"""Whether this process was a spare, and the garbage collector leaves out what it had imported."""
+"""Whether this process was a spare, so that the garbage collector leaves out what it had imported."""
 
 _records = False
 _before: dict[str, Any] | None = None
@@ -61,7 +62,7 @@ _has_begun = False
 
 
 def enter() -> None:
-    """To be called first of all in a worker; a spare returns from it when it is one, or never."""
+    """Sets up the channel; must be called first of all in a worker. A spare returns only as a worker."""
     global _records
     if (value := os.environ.pop(CHANNEL_VARIABLE, None)) is None:
         return
@@ -78,14 +79,14 @@ def enter() -> None:
 
 
 def record_imports() -> None:
-    """Has it noted what the script imports from here on, if the launcher wants to know."""
+    """Starts to record what the script imports, if the launcher has asked for that."""
     global _recorder
     if _records:
         _recorder = imports.Recorder(_before)
 
 
 def begun() -> None:
-    """Tells the launcher that this worker is at its first boundary; what was imported, a thread a moment later."""
+    """Reports to the launcher that this worker is at its first boundary, and a moment later what it has imported."""
     global _has_begun, _recorder
     if _has_begun or (channel := channels.of_worker()) is None:
         return
@@ -94,17 +95,17 @@ def begun() -> None:
     channel.send("begun")
     if recorder is not None:
         recorder.end()
-        # Not beside the first step, for which others may wait: it takes the interpreter for some 20 ms.
+        # Not during the first step, for which other ranks may wait: it takes the interpreter for some 20 ms.
         timer = threading.Timer(_TOLD_AFTER_S, lambda: channel.send("begun", **recorder.noted()))
         timer.daemon = True
         timer.start()
 
 
 class _Spare:
-    """This process, while it waits.
+    """This process while it is a spare.
 
     Args:
-        channel: Its end.
+        channel: The worker's end of the channel.
     """
 
     def __init__(self, channel: Channel) -> None:
@@ -121,7 +122,7 @@ class _Spare:
         self._parent = os.getppid()
 
     def wait(self) -> None:
-        """Imports, and returns when the process is a worker."""
+        """Imports and waits; returns when this process is a worker."""
         global _before, has_frozen
         order = self._receive("import")
         self._parent = order.fields["parent"]
@@ -140,21 +141,21 @@ class _Spare:
         go = self._receive("go")
         self._channel.send("going")
         self._redirect(go)
-        with suppress(OSError):  # it may have been removed: a worker would be started in it, too
+        with suppress(OSError):  # the folder may have been removed: a worker would be started in it, too
             os.chdir(go.fields["cwd"])
         differ = {*self._environment.items()} ^ {*go.fields["env"].items()}
         others = {name for name, _ in differ} - CHANGES_FROM_START_TO_START
         if problem is not None or others or imports.why_changed(noted) is not None:
             self._start_anew(go.fields["env"])
         imports.set_environment(go.fields["env"])
-        importlib.invalidate_caches()  # for what was added to folders meanwhile
+        importlib.invalidate_caches()  # for files that were added to folders meanwhile
         _before = noted
         _processes.count_from(time.clock_gettime(time.CLOCK_BOOTTIME))
         time_account.OF_PROCESS.begin()
 
     def _receive(self, kind: str) -> Message:
         while not self._channel.is_readable(_LOOKS_FOR_PARENT_EVERY_S):
-            if os.getppid() != self._parent:  # others may have inherited its end of the channel
+            if os.getppid() != self._parent:  # other processes may have inherited the launcher's end of the channel
                 os._exit(1)  # with 0 it would have finished
         message = self._channel.receive()
         if message is None or message.kind != kind:
@@ -162,9 +163,9 @@ class _Spare:
         return message
 
     def _redirect(self, go: Message) -> None:
-        """Gives this process back what was set aside: outputs, signals, and its place among those to be killed."""
+        """Restores what was set aside in this process: outputs, signal handlers, and its score for the OOM killer."""
         flush()
-        ctypes.CDLL(None).fflush(None)  # of C code: nowhere
+        ctypes.CDLL(None).fflush(None)  # the buffers of C code: to nowhere
         for fd, saved in self._outputs.items():
             os.dup2(saved, fd)
             os.close(saved)
@@ -179,7 +180,7 @@ class _Spare:
                 _OOM_SCORE.write_text(self._oom_score)
 
     def _start_anew(self, env: dict[str, str]) -> NoReturn:
-        """Becomes a worker that has just been started, under the same number."""
+        """Becomes a worker that has just been started, with the same process id."""
         fd, now = self._channel.fileno(), time.clock_gettime(time.CLOCK_BOOTTIME)
         os.set_inheritable(fd, True)
         value = f"{fd},{standstill.NO_GATE},{RECORDS},{now}"
@@ -190,7 +191,7 @@ class _Spare:
 
 
 def _read_ahead(env: Mapping[str, str]) -> None:
-    """Reads what each start asks for: versions of packages, and the ledger, which after a month takes a second."""
+    """Reads ahead what each start needs: package versions, and the ledger, which after a month takes a second."""
     versions()
     if (run_dir := env.get(RUN_DIR_VARIABLE)) is not None:
         with suppress(OSError):
@@ -198,7 +199,7 @@ def _read_ahead(env: Mapping[str, str]) -> None:
 
 
 def _mute(fd: int) -> int | None:
-    """Has what is written go nowhere; returns where it went, if anywhere."""
+    """Sends what is written to a descriptor to nowhere; returns a descriptor of the old target, if it had one."""
     try:
         saved = os.dup(fd)
     except OSError:
@@ -210,7 +211,7 @@ def _mute(fd: int) -> int | None:
 
 
 def _own_memory() -> int:
-    """How many bytes this process has for itself."""
+    """How many bytes of memory this process shares with no other one."""
     with suppress(OSError):
         text = Path("/proc/self/smaps_rollup").read_text()
         return sum(int(kb) << 10 for kb in re.findall(r"^Private_\w+: +(\d+) kB", text, re.MULTILINE))
@@ -218,14 +219,14 @@ def _own_memory() -> int:
 
 
 def _has_device_context() -> bool:
-    """Whether this process has a context on a GPU: it would hold memory of it, and restarts wait for that."""
+    """Whether this process has a context on a GPU: it would hold GPU memory, and restarts wait for that to be free."""
     with suppress(OSError, AttributeError):
         if "libcuda.so" not in Path("/proc/self/maps").read_text():
             return False
         cuda = ctypes.CDLL("libcuda.so.1")
         count = ctypes.c_int()
         if cuda.cuDeviceGetCount(ctypes.byref(count)) != 0:
-            return False  # it was not even initialised
+            return False  # CUDA was not even initialized
         for device in range(count.value):
             flags, is_active = ctypes.c_uint(), ctypes.c_int()
             cuda.cuDevicePrimaryCtxGetState(device, ctypes.byref(flags), ctypes.byref(is_active))

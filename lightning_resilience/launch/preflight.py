@@ -1,6 +1,6 @@
 """Checks that can be made before a job is queued: what would refuse a launch, end it soon, or leave it unprotected.
 
-They import neither torch nor Lightning, use no network, and write nothing.
+The checks import neither torch nor Lightning, use no network, and write nothing.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from lightning_resilience.recipes import JOBS, NO_RECIPE
 from lightning_resilience.run.run_directory import OFF_VARIABLE, RunDirectory, is_turned_off
 
 Level = Literal["ok", "warn", "fail"]
-"""``fail``: the launch would be refused or could not work. ``warn``: it may not be what is wanted."""
+"""``fail``: the launch would be refused or could not work. ``warn``: it may not do what the user wants."""
 
 
 class Check(NamedTuple):
@@ -38,7 +38,7 @@ class Check(NamedTuple):
 
     Attributes:
         name: What was checked.
-        level: How it went.
+        level: The result.
         text: What was found, and what to do.
     """
 
@@ -63,17 +63,17 @@ _SHARED = (
     "9p",
 )
 _SMALL_SHM = 1 << 30
-_KEPT_GLOBALLY = 2  # a new checkpoint is written before the old one goes
-_TIME_ERROR = 5  # of adjtimex: the kernel's clock is not synchronised
+_KEPT_GLOBALLY = 2  # a new checkpoint is written before the old one is removed
+_TIME_ERROR = 5  # of adjtimex: the kernel's clock is not synchronized
 _GROUPS = ("lightning.pytorch.callbacks_factory", "pytorch_lightning.callbacks_factory")
 
 
 def checks(settings: LaunchSettings, preview: Preview, nodes: int) -> Iterator[Check]:
-    """All checks.
+    """Makes all checks.
 
     Args:
-        settings: Of the launch.
-        preview: What it would do.
+        settings: The settings of the launch.
+        preview: What the launch would do.
         nodes: On how many nodes.
     """
     yield _run(settings, preview)
@@ -114,7 +114,7 @@ def is_shared(folder: Path) -> bool:
 
 
 def why_not_writable(path: Path) -> str | None:
-    """Why nothing can be written in a folder that may not exist yet; ``None`` if it can, as far as its mode says.
+    """Why nothing can be written in a folder, which may not exist yet; ``None`` if its mode allows it.
 
     Args:
         path: The folder.
@@ -320,7 +320,7 @@ def _why_not_bound(host: str, port: int) -> str | None:
 
 
 def _monitoring(asked: MonitorSettings) -> Iterator[Check]:
-    """None of it would fail the run."""
+    """Checks monitoring; a problem here is a warning, since it would not fail the run."""
     if asked.prometheus is not None:
         folder = Path(asked.prometheus).parent
         if (endpoint := endpoint_of(asked.prometheus)) is not None:
@@ -341,7 +341,7 @@ def _monitoring(asked: MonitorSettings) -> Iterator[Check]:
 def _clock() -> Check:
     state = -1
     with suppress(OSError, AttributeError):
-        state = ctypes.CDLL(None).adjtimex(ctypes.create_string_buffer(512))  # of zeros: only asked
+        state = ctypes.CDLL(None).adjtimex(ctypes.create_string_buffer(512))  # all zeros: only reads
     if state == _TIME_ERROR:
         text = "the kernel's clock is not synchronised: times of nodes may not match (chronyd, systemd-timesyncd)"
         return Check("clock", "warn", text)

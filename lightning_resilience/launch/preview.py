@@ -29,15 +29,15 @@ _DRIVERS = ("nvidia", "amdgpu")
 
 
 def plan(settings: LaunchSettings, batch_script: str | None = None, as_json: bool = False) -> tuple[str, bool]:
-    """What a launch would do. Nothing is written or started.
+    """What a launch would do. This function writes and starts nothing.
 
     Args:
-        settings: Those of the launch.
-        batch_script: The script of the job that is to launch it, if it is to be submitted.
-        as_json: Whether for programs, see :data:`.json_output.KEYS`.
+        settings: The settings of the launch.
+        batch_script: The script of the job that would run the launch, if a job would be submitted.
+        as_json: Whether to return JSON for programs, see :data:`.json_output.KEYS`.
 
     Returns:
-        The text, and whether nothing was found that would refuse or fail it.
+        The text, and whether no check has found anything that would refuse or fail the launch.
     """
     found = _content(settings, batch_script)
     is_good = all(each["level"] != "fail" for each in found["checks"])
@@ -90,7 +90,7 @@ def _content(settings: LaunchSettings, batch_script: str | None) -> dict[str, An
 
 
 def _of_user(ours: dict[str, str]) -> dict[str, str]:
-    """What of the user's environment matters to workers, without secrets."""
+    """The variables of the user's environment that matter to workers, without secrets."""
     found = {name: value for name, value in sorted(os.environ.items()) if _SHOWN.fullmatch(name)}
     return {name: value for name, value in found.items() if name not in ours and not _SECRET.search(name)}
 

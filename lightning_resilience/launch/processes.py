@@ -1,8 +1,8 @@
 """The processes of one launch, found by the launch id in their environment, and the reaper that outlives the launch.
 
-Process groups do not help here: the workers and their data-loader workers live in sessions of their own. What all of
-them do have is the environment they were started with. It also says for which start of the workers, so that what dead
-ranks have left is told from what belongs to the living.
+Process groups do not help here: the workers and their data-loader workers live in sessions of their own. But all of
+them have the environment with which they were started. It also shows to which start of the workers a process belongs.
+So what dead ranks have left behind can be distinguished from the processes of living ranks.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ LAUNCH_ID_VARIABLE = "LIGHTNING_RESILIENCE_LAUNCH_ID"
 """Environment variable that marks every process of a launch."""
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-"""Those by which a person or a scheduler asks a launch to stop. ``sbatch --signal`` may name any: Lightning's pages say
-SIGUSR1, and submitit SIGUSR2."""
+"""The signals by which a person or a scheduler asks a launch to stop. ``sbatch --signal`` may name any: Lightning's
+docs use SIGUSR1, and submitit SIGUSR2."""
 
 
 def processes_of(launch_id: str) -> list[psutil.Process]:
@@ -38,7 +38,7 @@ def processes_of(launch_id: str) -> list[psutil.Process]:
             if process.pid != os.getpid() and process.environ().get(LAUNCH_ID_VARIABLE) == launch_id:
                 found.append(process)
         except (psutil.Error, OSError):
-            continue  # gone meanwhile, a zombie, or somebody else's
+            continue  # gone meanwhile, a zombie, or another user's
     return found
 
 
@@ -47,12 +47,12 @@ _GIVES_UP_AFTER_S = 60.0  # a process stuck in the kernel cannot be killed, and 
 
 
 def left_by_earlier_ranks() -> list[psutil.Process]:
-    """What this launch's ranks on this node have started and left behind, if they were started before this process.
+    """Processes that earlier ranks of this launch on this node have started and left behind.
 
-    To be called by a rank. A process counts that has the launch's mark, was not started for the same group of ranks as
-    this one, is older than this one (than its use, if it was a spare), and no longer belongs to the launcher, as all
-    living ranks and what they have started do. The launcher need not count a restart when a node joins, so its count
-    alone says too little.
+    To be called by a rank. A process counts if it has the launch's mark, was not started for the same group of ranks as
+    this process, is older than this process (a spare: older than its use as a worker), and no longer descends from the
+    launcher, as all living ranks and their child processes do. The restart count alone would not do: the launcher need
+    not count a restart when a node joins.
     """
     launch_id = os.environ.get(LAUNCH_ID_VARIABLE)
     if launch_id is None:
@@ -70,15 +70,15 @@ def left_by_earlier_ranks() -> list[psutil.Process]:
                     continue
                 if process.create_time() < began:
                     left |= {process, *process.children(recursive=True)}
-    except psutil.Error:  # the launcher has gone, and whoever ends what it has left ends this process too
+    except psutil.Error:  # the launcher has gone, and the process that ends its leftovers ends this process, too
         return []
     return list(left)
 
 
 def end_what_earlier_ranks_left() -> int:
-    """Ends it, and returns how many processes there were. To be called by a rank before it does anything else."""
+    """Ends these processes and returns how many there were. To be called by a rank before it does anything else."""
     if not left_by_earlier_ranks():
-        return 0  # nobody is there who could have started another one meanwhile
+        return 0  # no process exists that could have started another one meanwhile
     return _end(left_by_earlier_ranks, LEFTOVERS_PATIENCE_S, _LEFTOVERS_WITHIN_S)
 
 
@@ -86,8 +86,8 @@ def end_processes(launch_id: str, patience_s: float = 0.0) -> int:
     """Ends every process of a launch and returns how many there were.
 
     Args:
-        launch_id: Whose processes.
-        patience_s: How long they may take to end on SIGTERM before they are killed.
+        launch_id: The id of the launch.
+        patience_s: How long the processes may take to end on SIGTERM before they are killed.
     """
     return _end(lambda: processes_of(launch_id), patience_s, _GIVES_UP_AFTER_S)
 
@@ -116,10 +116,11 @@ def _end(find: Callable[[], list[psutil.Process]], patience_s: float, give_up_af
 class Reaper:
     """A process that kills everything a launch has started as soon as the launch itself is gone, however it ended.
 
-    It reads a pipe whose other end only the launch holds: the kernel closes that when the launch dies, by SIGKILL too.
+    It reads a pipe whose other end only the launch holds. The kernel closes that end when the launch dies, also by
+    SIGKILL.
 
     Args:
-        launch_id: Whose processes to kill.
+        launch_id: The id of the launch whose processes it kills.
     """
 
     def __init__(self, launch_id: str) -> None:
@@ -135,13 +136,13 @@ class Reaper:
         os.close(reader)
 
     def dismiss(self) -> None:
-        """Lets the reaper go; it makes sure once more that nothing is left."""
+        """Ends the reaper; before that, it checks once more that nothing is left."""
         os.close(self._writer)
         self._process.wait()
 
 
 def main() -> None:
-    """The reaper's own program."""
+    """The program of the reaper."""
     for signum in STOP_SIGNALS:  # a scheduler signals all processes, but this one ends last
         signal.signal(signum, signal.SIG_IGN)
     launch_id = sys.argv[1]

@@ -1,4 +1,4 @@
-"""Metrics for Prometheus: a file for node_exporter, or an endpoint of the launcher; by ``prometheus_client``."""
+"""Metrics for Prometheus: a file for node_exporter, or an endpoint of the launcher; made by ``prometheus_client``."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _ENDPOINT = re.compile(r"(?P<host>[^/]*):(?P<port>[0-9]{1,5})")
 
 
 def checked_target(text: str) -> str:
-    """Where to show metrics, as :class:`Prometheus` takes it.
+    """Checks where to show metrics; returns it as :class:`Prometheus` takes it.
 
     Args:
         text: ``FILE.prom`` or ``[HOST]:PORT``.
 
     Raises:
-        ValueError: If it is neither, or what it takes is not installed.
+        ValueError: If it is neither, or ``prometheus_client`` is not installed.
     """
     if importlib.util.find_spec("prometheus_client") is None:
         raise ValueError("it requires prometheus_client: pip install 'lightning-resilience[metrics]'")
@@ -39,7 +39,7 @@ def checked_target(text: str) -> str:
 
 
 def endpoint_of(target: str) -> tuple[str, int] | None:
-    """Host (empty: all addresses) and port, if that is what a target is.
+    """Host (empty: all addresses) and port, if a target is an endpoint; ``None``: it is a file.
 
     Args:
         target: As :func:`checked_target` returns it.
@@ -69,7 +69,7 @@ class Prometheus:
         self._server: WSGIServer | None = None
 
     def collect(self) -> Iterator[Family]:
-        """The metrics as ``prometheus_client`` has them; called by it, also for a scrape."""
+        """The metrics as objects of ``prometheus_client``, which calls this for a file and for each scrape."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         figures = self._figures
@@ -83,13 +83,13 @@ class Prometheus:
                 yield family
 
     def show(self, figures: Figures) -> None:
-        """Shows them from now on.
+        """Shows these metrics from now on.
 
         Args:
             figures: The metrics.
 
         Raises:
-            OSError: If the file cannot be written, or the port is in use; to be tried again.
+            OSError: If the file cannot be written, or the port is in use; the caller tries again.
         """
         from prometheus_client import start_http_server, write_to_textfile
 

@@ -1,10 +1,10 @@
 """The log files of a run, ``RUN_DIR/logs/attempt-K/rank-R.log``: written while it runs, bounded, and read again.
 
-An attempt is one start of the workers on all nodes; they are numbered from 1 on. A log is text: no control sequences,
-and of a progress bar the last state, or once a minute the one that it has then. It is written by a thread of the
-launcher's process that shows the output (see :mod:`~lightning_resilience.launch.relay`), so that no rank waits for the
-storage of the run directory. Behind its first 4 MB a log goes on in ``rank-R.log.2`` and so on, of which the newest
-two are kept.
+An attempt is one start of the workers on all nodes; attempts are numbered from 1 on. A log is text without control
+sequences. Of a progress bar it has the last state, and once a minute the state at that time. A thread of the launcher's
+process that shows the output (see :mod:`~lightning_resilience.launch.relay`) writes it, so that no rank waits for the
+storage of the run directory. After its first 4 MB a log continues in ``rank-R.log.2`` and so on; only the newest two of
+these are kept.
 
 Imports neither torch nor Lightning.
 """
@@ -50,7 +50,7 @@ def ranks(run_dir: Path, attempt: int) -> list[int]:
 
     Args:
         run_dir: The run directory.
-        attempt: Its number.
+        attempt: The number of the attempt.
     """
     names = (re.fullmatch(r"rank-([0-9]+)\.log", path.name) for path in folder_of(run_dir, attempt).glob("rank-*"))
     return sorted(int(name[1]) for name in names if name)
@@ -61,7 +61,7 @@ def folder_of(run_dir: Path, attempt: int) -> Path:
 
     Args:
         run_dir: The run directory.
-        attempt: Its number.
+        attempt: The number of the attempt.
     """
     return run_dir / LOGS / f"attempt-{attempt}"
 
@@ -70,9 +70,9 @@ def log_of(folder: Path, rank: int, part: int = 1) -> Path:
     """The file with a part of a rank's log; 1 is the first.
 
     Args:
-        folder: That of an attempt.
+        folder: The folder of an attempt.
         rank: The rank.
-        part: Which part.
+        part: The number of the part.
     """
     return folder / (f"rank-{rank}.log" if part == 1 else f"rank-{rank}.log.{part}")
 
@@ -81,9 +81,9 @@ class LogReader:
     """Reads a rank's log from its beginning on, also while it is written.
 
     Args:
-        folder: That of an attempt.
+        folder: The folder of an attempt.
         rank: The rank.
-        at_a_time: How many bytes are read at once, about.
+        at_a_time: About how many bytes are read at once.
     """
 
     def __init__(self, folder: Path, rank: int, at_a_time: int = 1 << 20) -> None:
@@ -91,8 +91,8 @@ class LogReader:
         self._part, self._offset = 1, 0
 
     def read(self) -> bytes:
-        """What comes next; empty if there is nothing yet."""
-        following = self._following()  # found before the part is read, which is complete then
+        """The next bytes; empty if there are none yet."""
+        following = self._following()  # before this part is read: if there is a next part, this one is complete
         if data := self._rest_of_part():
             return data
         if following is None:
@@ -119,7 +119,7 @@ class _Log:
     """One log that is written.
 
     Args:
-        folder: That of the attempt.
+        folder: The folder of the attempt.
         rank: The rank.
     """
 
@@ -128,7 +128,7 @@ class _Log:
         self._part, self._size = 1, 0
 
     def append(self, lines: list[bytes]) -> None:
-        """Appends lines; raises if the storage does not take them, and then none of them is there."""
+        """Appends lines; raises if the storage does not take them, and then none of them is in the log."""
         data = b"".join(line + b"\n" for line in lines)
         if self._size and self._size + len(data) > _PART_BYTES:
             self._part, self._size = self._part + 1, 0
@@ -178,13 +178,13 @@ class _Text:
 
 
 class LogKeeper(threading.Thread):
-    """Keeps what the ranks of this node write in the logs of their attempts, until it is told to end.
+    """The thread that writes the output of this node's ranks to the logs of their attempts, until it is told to end.
 
-    Storage that fails is asked again; what a rank has written waits in its own file meanwhile.
+    If the storage fails, it tries again; meanwhile the output of a rank stays in the rank's own file.
 
     Args:
         run_dir: The run directory.
-        files: Gives those that are there now.
+        files: Returns the files of the ranks' output that exist now.
     """
 
     def __init__(self, run_dir: Path, files: Callable[[], list[RankFile]]) -> None:
@@ -196,16 +196,16 @@ class LogKeeper(threading.Thread):
         self._ending = threading.Event()
 
     def run(self) -> None:
-        """Keeps it."""
+        """Writes the logs until the end."""
         while not self._ending.wait(_KEEP_EVERY_S):
             self._keep()
         self._keep(is_last=True)
 
     def end(self, within_s: float) -> None:
-        """Keeps the rest, if the storage takes it soon.
+        """Writes the rest and ends, if the storage takes it soon enough.
 
         Args:
-            within_s: How soon.
+            within_s: How long to wait for that.
         """
         self._ending.set()
         self.join(within_s)
@@ -227,7 +227,7 @@ class LogKeeper(threading.Thread):
 
 
 def _folder_of_group(run_dir: Path, group: str) -> Path:
-    """The folder of the attempt that a group of ranks is; the first of its nodes makes it, and removes old ones."""
+    """The folder of the attempt of a group of ranks; the group's first node creates it, and removes old folders."""
     numbers = attempts(run_dir)
     number = next(iter(numbers[-_ATTEMPTS:]), 1)
     for each in reversed(numbers[-_ATTEMPTS:]):
@@ -235,7 +235,7 @@ def _folder_of_group(run_dir: Path, group: str) -> Path:
             if found.get("group") == group:
                 return folder_of(run_dir, each)
             number = max(number, each + 1)
-    while True:  # a folder of which nobody has said whose it is may be one that another node makes now
+    while True:  # a folder without a group in it may be one that another node is creating now
         folder = folder_of(run_dir, number)
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / "attempt.json"

@@ -1,7 +1,7 @@
-"""What the ranks of a node write: each into a file of its own on this node, from which others read.
+"""The output of the ranks of a node: each rank writes to files of its own on this node, which other processes read.
 
-A write to such a file waits for nobody: neither for a terminal, nor for the process that shows it, nor for the storage
-of the run directory. Only the first rank of a node keeps a terminal, if there is one: progress bars are drawn there.
+A write to such a file never waits: neither for a terminal, nor for the process that shows it, nor for the storage of
+the run directory. Only the first rank of a node keeps a terminal, if there is one: progress bars are drawn there.
 
 Imports neither torch nor Lightning.
 """
@@ -21,19 +21,19 @@ from lightning_resilience._output import NAME, file_of
 from lightning_resilience.launch.worker_group import worker_group
 
 OUTPUT_VARIABLE = "LIGHTNING_RESILIENCE_OUTPUT"
-"""Environment variable with the folder on this node for what ranks write."""
+"""Environment variable with the folder on this node for the output of ranks."""
 
 _FILE = re.compile(r"([0-9a-f]{16})-([0-9]+)-([12])\.(out|terminal)")
 _CHUNK = 1 << 16
 _AT_A_TIME = 4 << 20
-_BEHIND = 256 << 20  # who shows it may be so far behind
-_NOT_KEPT = 32 << 20  # and who keeps it so far
+_BEHIND = 256 << 20  # how far behind the process that shows output may be
+_NOT_KEPT = 32 << 20  # how far behind the thread that keeps output may be
 _LEAVES_OUT = 8 << 20  # of more than this, only the end is kept
 _REMOVED_AFTER_S = 30.0
 _PUNCH_HOLE = 3  # FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE
 
 
-# What torch's C++ writes on a rank whose connection to rank 0's store has gone, each with a stack of 20 lines.
+# What torch's C++ code writes on a rank that has lost the connection to rank 0's store, each with a stack of 20 lines.
 _OF_LOST_STORE = re.compile(
     rb"(\[rank\d+\]:)?\[[WE]\d{4} [\d:.]+ \w+\.cpp:\d+\] \[c10d\] .*(reset by peer|likely closed|pipe)"
 )
@@ -43,9 +43,9 @@ _folder: str | None = None
 
 
 def redirect_streams() -> None:
-    """Has this rank write into files of its own, if its launcher has a folder for them; never raises.
+    """Makes this rank write to files of its own, if its launcher has a folder for them; ignores errors.
 
-    To be called again where this process is one of the next group's, too.
+    Must be called again when this process enters the next group of ranks.
     """
     global _folder
     if (folder := os.environ.pop(OUTPUT_VARIABLE, _folder)) is None:
@@ -60,7 +60,7 @@ def redirect_streams() -> None:
     for fds in streams.values():
         keeps_terminal = is_first and os.isatty(fds[0])
         path = f"{folder}/{group}-{rank}-{fds[0]}.{'terminal' if keeps_terminal else 'out'}"
-        with suppress(OSError):  # then it goes where the launcher's goes, and is in no log
+        with suppress(OSError):  # then the output goes where the launcher's goes, and is in no log
             file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
             for fd in fds if not keeps_terminal else []:
                 os.dup2(file, fd)
@@ -78,10 +78,10 @@ class RankFile:
         found: The parts of its name.
 
     Attributes:
-        group: Which start of the workers the rank belongs to; the same on all nodes.
+        group: The start of the workers to which the rank belongs; the same on all nodes.
         rank: The rank.
-        target: The descriptor of the launcher on which it is shown.
-        is_terminal: Whether the rank writes to a terminal, and somebody else puts that here.
+        target: The descriptor of the launcher on which the output is shown.
+        is_terminal: Whether the rank writes to a terminal, so that another process writes the output to this file.
     """
 
     def __init__(self, path: Path, found: re.Match[str]) -> None:
@@ -92,9 +92,9 @@ class RankFile:
         self._is_in_stack = False
 
     def show(self, write: Callable[[bytes], None], is_last: bool = False) -> bool:
-        """Passes on what was not shown yet, by whole lines unless the rank pauses within one.
+        """Passes on output that was not shown yet, by whole lines unless the rank pauses within a line.
 
-        What it says in C++ of a store that has gone is left out: why it has gone is said elsewhere.
+        Messages of torch's C++ code about a store that has gone are left out: the cause is reported elsewhere.
 
         Args:
             write: Shows it.
@@ -124,7 +124,7 @@ class RankFile:
         return self._shown < size and until < size
 
     def _without_stacks(self, data: bytes) -> bytes:
-        """Whole lines without those that are only in the log."""
+        """Whole lines, without lines that only the log has."""
         if not self._is_in_stack and b"[c10d]" not in data:
             return data
         shown = []
@@ -137,10 +137,10 @@ class RankFile:
         return b"".join(shown)
 
     def keep(self, write: Callable[[bytes], None]) -> bool:
-        """Passes on what was not kept yet.
+        """Passes on output that was not kept yet.
 
         Args:
-            write: Keeps it; what it raises is raised, and the same is passed on again the next time.
+            write: Keeps it. If it raises an exception, this method does, too, and passes the same on again next time.
 
         Returns:
             Whether there was anything.
@@ -157,12 +157,12 @@ class RankFile:
         return self._kept > begin
 
     def add(self, data: bytes) -> None:
-        """Puts here what the rank has written to a terminal."""
+        """Appends what the rank has written to a terminal."""
         with suppress(OSError), open(self.path, "ab") as file:
             file.write(data)
 
     def remove_if_over(self) -> bool:
-        """Removes the file of a rank that has ended, once all in it is shown and kept; whether it is gone."""
+        """Removes the file of a rank that has ended, once all of it is shown and kept; returns whether it is gone."""
         with suppress(OSError):
             about = self.path.stat()
             if min(self._shown, self._kept) < about.st_size or time.time() - about.st_mtime < _REMOVED_AFTER_S:
@@ -182,7 +182,7 @@ class RankFile:
         return b""
 
     def _free(self, until: int) -> None:
-        """Gives the disk back what both have read: the file has a hole there, and the rank writes on behind it."""
+        """Frees disk space of what both threads have read: makes a hole in the file; the rank writes on after it."""
         if until - self._freed < _AT_A_TIME:
             return
         with suppress(OSError, AttributeError), open(self.path, "r+b", buffering=0) as file:  # AttributeError: no glibc
@@ -195,7 +195,7 @@ class NodeOutput:
     """The files of all ranks of this node.
 
     Args:
-        folder: Where they are.
+        folder: The folder with the files.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -204,11 +204,11 @@ class NodeOutput:
 
     @property
     def files(self) -> list[RankFile]:
-        """Those that are there, oldest first."""
+        """The files that exist, oldest first."""
         return list(self._files.values())
 
     def look(self) -> None:
-        """Finds new files, and lets those go that are over."""
+        """Finds new files, and removes files that are complete, shown and kept."""
         with suppress(OSError):
             names = [name for name in os.listdir(self._folder) if name not in self._files]
             found = [(self._folder / name, match) for name in names if (match := _FILE.fullmatch(name))]
@@ -216,17 +216,17 @@ class NodeOutput:
                 self._files[path.name] = RankFile(path, match)
         newest = {file.rank: file.group for file in self.files}
         for name, file in list(self._files.items()):
-            # Who has no newer one may write on: with launch --elastic, ranks outlive the end of others.
+            # A rank without a newer file may still write: with launch --elastic, ranks outlive the end of other ranks.
             if file.group != newest[file.rank] and file.remove_if_over():
                 del self._files[name]
 
     def add_from_terminal(self, target: int, data: bytes) -> None:
-        """Puts what was read from a terminal to the rank that has it.
+        """Appends what was read from a terminal to the file of the rank that has it.
 
         Args:
             target: The descriptor of the launcher on which it is shown.
-            data: What was read.
+            data: The output that was read.
         """
-        self.look()  # a rank says that it has a terminal before it writes anything
+        self.look()  # a rank creates its file before it writes anything to the terminal
         if theirs := [file for file in self.files if file.is_terminal and file.target == target]:
             theirs[-1].add(data)

@@ -1,8 +1,9 @@
 """The launches of a run: a record file for each, and a role that only one launch can have.
 
-The role is that of the launch that decides. The first launch to create the file has it, and a counter in that file
-moves while the launch lives. So a launch on another host, or in another container, is known to live without a shared
-clock or process number: its record is watched.
+A role belongs to one launch at a time. The launch that decides has the role :data:`FIRST`. The first launch to create
+the next file of a role has it. In the records of the launch that decides, and of spares, a counter moves while the
+launch lives. So a launch on another host or in another container is known to live without a shared clock or process
+number: its record is watched.
 """
 
 from __future__ import annotations
@@ -46,8 +47,8 @@ class Record:
 
     Args:
         path: The file.
-        role: Its role in the run.
-        number: Counts the launches that have had the role; the highest has it now.
+        role: The launch's role in the run.
+        number: Counts the launches that have had the role; the one with the highest number has it now.
         content: ``launch_id``, ``host``, the process, and what the launch has added. Empty if it cannot be read.
     """
 
@@ -58,21 +59,21 @@ class Record:
 
     @property
     def launch_id(self) -> str:
-        """Whose it is; empty if it says nothing."""
+        """The id of the launch; empty if the record has none."""
         return str(self.content.get("launch_id", ""))
 
     @property
     def is_here(self) -> bool:
-        """Whether its process would be found here if it lived: that of this user, this kernel and this container.
+        """Whether its process would be found here if it lived: same user, same kernel and same container.
 
-        The name of a host does not say so: a container may have that of its host.
+        The host name does not show this: a container may have the name of its host.
         """
         is_mine = self.content.get("uid") == os.getuid() and self.content.get("host") == platform.node()
         return is_mine and is_on_this_system(self.content)
 
     @property
     def is_dead(self) -> bool:
-        """Whether its launch is known here to be killed."""
+        """Whether its launch is known to be dead; known only on this host, in this container, for this user."""
         return self.is_here and not is_running(self.content)
 
     def __str__(self) -> str:
@@ -83,7 +84,7 @@ class Record:
 
 
 def records(folder: Path) -> list[Record]:
-    """All records, with those of killed launches.
+    """All records, including those of killed launches.
 
     Args:
         folder: ``launches`` in the run directory.
@@ -121,7 +122,7 @@ def _read(folder: Path, role: str, number: int) -> Record:
 
 
 class Spares:
-    """The spares: launches whose records move and that wait to replace another.
+    """The spares: launches that wait to replace a node and whose records move.
 
     Args:
         folder: ``launches`` in the run directory.
@@ -132,7 +133,7 @@ class Spares:
         self._moved: dict[str, tuple[int, float | None]] = {}  # the last beat, and when it was seen to move
 
     def look(self) -> dict[str, str]:
-        """Their launch ids, and their nodes; to be called often."""
+        """The launch ids of the waiting spares, and their nodes; must be called often."""
         now = time.monotonic()
         waiting = {}
         for record in records(self._folder):
@@ -149,13 +150,13 @@ class Spares:
 
 
 class LaunchRecord:
-    """This launch's own.
+    """The record of this launch.
 
     Args:
         folder: ``launches`` in the run directory.
-        launch_id: Its name.
-        node: Which node of the run this is, for one that does not decide: several may have the same, but not in one
-            container. ``None``: the one that decides.
+        launch_id: The id of this launch.
+        node: The name of this node in the run, if it does not decide; several nodes may have the same name, but not in
+            one container. ``None``: this node decides.
         is_spare: Whether this launch waits as a spare.
     """
 
@@ -185,18 +186,18 @@ class LaunchRecord:
     def take(self, stop: Callable[[], object], log_line: Callable[[str], None]) -> bool:
         """Takes the role and keeps it until :meth:`release`.
 
-        A record of which it cannot be seen here whether its launch lives is watched until its counter would have moved
-        twice.
+        If it cannot be checked here whether the launch of an existing record lives, that record is watched for as long
+        as its counter would take to move twice.
 
         Args:
-            stop: Ends the watching.
-            log_line: Called with a line if there is another record to watch.
+            stop: Whether to stop watching.
+            log_line: Called with a line if an existing record is watched.
 
         Returns:
-            Whether it was taken: not if ``stop`` said so.
+            Whether the role was taken; ``False`` if ``stop`` has returned true.
 
         Raises:
-            InUse: If a launch that lives has it.
+            InUse: If a living launch has the role.
             OSError: If nothing can be written.
         """
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -212,7 +213,7 @@ class LaunchRecord:
 
     @property
     def held_by(self) -> Record | None:
-        """The launch that has the role now, if it is not known to be dead."""
+        """The record of the launch that has the role now, unless it is known to be dead."""
         found = newest(self._folder, self._role)
         return None if found is None or found.is_dead else found
 
@@ -232,30 +233,30 @@ class LaunchRecord:
             if seen.content and seen.content != found.content:
                 if found.content:
                     raise InUse(f"{seen} runs {self._folder.parent} already: its record is still being updated")
-                return False  # only now can it be read
+                return False  # the record can be read only now
         return True
 
     def _create(self, number: int) -> bool:
         path = _path(self._folder, self._role, number)
-        # A server of files whose answer was lost is asked again, and then says that there is something already.
+        # After a lost answer, a file server is asked again, and then reports that the file exists already.
         if not create_json(path, self._content) and read_json(path) != self._content:
             return False
         numbers = _numbers(self._folder).get(self._role, [])
-        if max(numbers, default=number) > number:  # others have come since it was free
+        if max(numbers, default=number) > number:  # other launches have come since the role was free
             path.unlink(missing_ok=True)
             return False
         self._number = number
         return True
 
     def follows(self, other: Record) -> bool:
-        """Whether it has the role that the other launch had."""
+        """Whether this launch has the role that the other launch had."""
         return other.role == self._role and other.number < self._number
 
     def update(self, **fields: Any) -> None:
-        """Adds to what it says. What cannot be written now is with the next beat.
+        """Adds fields to the record. If they cannot be written now, the next beat writes them.
 
         Args:
-            **fields: What to add, JSON-serialisable.
+            **fields: What to add, JSON-serializable.
         """
         with self._writing:
             self._content |= fields
@@ -284,14 +285,14 @@ class LaunchRecord:
 
     @property
     def is_lost(self) -> bool:
-        """Whether it was seen, at the last beat, that another launch has the role."""
+        """Whether another launch was seen to have the role, at the last look."""
         return self._taken_over_by is not None
 
     def check(self) -> None:
-        """Looks whether this launch has its role still.
+        """Checks whether this launch still has its role.
 
         Raises:
-            TakenOver: If another has it.
+            TakenOver: If another launch has it.
         """
         with suppress(OSError):
             self._look()
@@ -299,7 +300,7 @@ class LaunchRecord:
             raise TakenOver(f"{self._taken_over_by} has taken over {self._folder.parent} and continues the run")
 
     def release(self) -> None:
-        """Gives the role back."""
+        """Gives up the role and removes the record."""
         self._stopping.set()
         if self._number and not self.is_lost and self._writing.acquire(timeout=BEAT_INTERVAL_S):  # storage may be stuck
             with suppress(OSError):

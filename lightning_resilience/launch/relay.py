@@ -1,8 +1,8 @@
-"""The process of a launch that shows the output of its workers where the launch writes and keeps it in the run's logs.
+"""The process that shows the workers' output where the launch writes, and keeps it in the run's logs.
 
-It is in a session of its own: neither Ctrl-C nor Ctrl-Z reaches it, and it outlives a launcher that is killed. Ranks
-write into files (see :mod:`~lightning_resilience.launch.rank_output`), from which it reads; who has a terminal writes
-to one that no window takes away.
+It has a session of its own: neither Ctrl-C nor Ctrl-Z reaches it, and it outlives a launcher that is killed. Ranks
+write to files (see :mod:`~lightning_resilience.launch.rank_output`), which it reads. A rank that has a terminal writes
+to a pseudo-terminal, which stays open if the window of the real one is closed.
 
 Imports neither torch nor Lightning.
 """
@@ -36,11 +36,11 @@ _CHUNK = 4096  # a pipe that has room takes this much without blocking (PIPE_BUF
 
 
 class _Channel:
-    """An output of this process, and what others write on its way to it.
+    """An output of this process, and what child processes write on its way to it.
 
     Args:
-        reader: Where that comes from.
-        target: Where it is shown.
+        reader: The descriptor from which the output is read.
+        target: The descriptor to which it is shown.
         kept: Takes what comes from the reader and cannot be shown.
     """
 
@@ -54,25 +54,25 @@ class _Channel:
         self._is_terminal = os.isatty(target)
 
     def pass_on(self) -> bytes:
-        """Passes on what comes next, and returns it; nothing at its end."""
+        """Reads the next output, shows it and returns it; returns nothing at the end."""
         try:
             data = os.read(self._reader, 65536)
-        except OSError:  # of a terminal: nobody has it open any more
+        except OSError:  # of a terminal: no process has it open any more
             data = b""
         if self._is_terminal:
             _copy_size(self._target, self._reader)
         if data:
             self.show(data, None)
-        elif self._line.is_bar:  # whatever is written next does not stand behind a progress bar
+        elif self._line.is_bar:  # so that the next output does not follow a progress bar on the same line
             self._show(b"\n", None)
         return data
 
     def show(self, data: bytes, speaker: object) -> None:
-        """Shows something; a line that another speaker has not ended, such as a progress bar, is ended first.
+        """Shows output; first ends a line that another speaker has left open, such as a progress bar.
 
         Args:
-            data: What.
-            speaker: Who writes it; ``None``: it comes from the reader. What others write is in a log.
+            data: The output.
+            speaker: Where it comes from; ``None``: from the reader. Output of other speakers is in a log.
         """
         if speaker != self._speaker and self._line.is_open:
             self._show(b"\n", None)
@@ -92,7 +92,7 @@ class _Channel:
                 kept.write(piece)
 
     def _has_room(self) -> bool:
-        """Waits for a while, and not again before there is some: training does not wait for a terminal."""
+        """Whether there is room. Waits a few seconds, then not again before there was some: training must not wait."""
         poll = select.poll()
         poll.register(self._target, select.POLLOUT)
         self._is_held = not poll.poll(0 if self._is_held else _TAKES_WITHIN_S * 1000)
@@ -100,7 +100,7 @@ class _Channel:
 
 
 def _without_blocking(target: int) -> int:
-    """A descriptor of one's own, whose writes never wait; the shell's is left as it is."""
+    """A descriptor of this process's own, whose writes never block; the shell's descriptor stays unchanged."""
     with suppress(OSError):
         if not stat.S_ISREG(os.fstat(target).st_mode):
             return os.open(f"/proc/self/fd/{target}", os.O_WRONLY | os.O_NOCTTY | os.O_NONBLOCK)
@@ -115,31 +115,31 @@ def _copy_size(of: int, to: int) -> None:
 
 
 def _pair(target: int) -> tuple[int, int]:
-    """Two ends: what is written to the second is read from the first. A terminal where the target is one."""
+    """Two ends: what is written to the second is read from the first. A pseudo-terminal if the target is a terminal."""
     if not os.isatty(target):
         return os.pipe()
     reader, writer = os.openpty()  # a progress bar asks for its width, and Python writes every line at once
     modes = termios.tcgetattr(writer)
-    modes[1] &= ~termios.OPOST  # the terminal does that
+    modes[1] &= ~termios.OPOST  # the real terminal does that
     termios.tcsetattr(writer, termios.TCSANOW, modes)
     _copy_size(target, reader)
     return reader, writer
 
 
 class Relay:
-    """Has a process of its own read what child processes write, and show it where this process writes.
+    """Starts a process that reads what child processes write, and shows it where this process writes.
 
-    Where this process writes to a terminal, the children do so too, to one of their own.
+    If this process writes to a terminal, the children do so too, to one of their own.
 
     Args:
         run_dir: The run directory, for the logs.
-        not_shown: A file in it for what cannot be shown and is in no log.
+        not_shown: A file in it for output that cannot be shown and is in no log.
         folder: A folder on this node for what ranks write; ``None``: they have no files of their own, and no logs.
-        without: Variables that its environment has not.
+        without: Environment variables that the process does not get.
 
     Attributes:
         stdout: For ``subprocess.Popen``.
-        stderr: The same.
+        stderr: For ``subprocess.Popen``.
     """
 
     def __init__(
@@ -169,12 +169,12 @@ class Relay:
             os.close(reader)
 
     def __enter__(self) -> Relay:
-        """From here on :func:`~._output.write_line` goes the same way."""
+        """Sends the lines of :func:`~._output.write_line` the same way from here on."""
         send_lines(self.show_line)
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        """The children have ended: what they have still written is shown."""
+        """Waits until the remaining output of the children, which have ended, is shown."""
         send_lines(None)
         with self._closing:
             self._is_closed = True
@@ -183,13 +183,13 @@ class Relay:
         try:
             if self._process.wait(_ENDS_WITHIN_S) != 0:
                 self._keep_what_is_left()
-        except subprocess.TimeoutExpired:  # somebody whom nobody knows holds the other end
+        except subprocess.TimeoutExpired:  # an unknown process holds the other end
             self._process.kill()
             with suppress(subprocess.TimeoutExpired):  # it may wait for storage that does not answer
                 self._process.wait(1.0)
 
     def _keep_what_is_left(self) -> None:
-        """The process was killed: nobody has read what ranks have written since, nor knows what had been read."""
+        """Keeps the tail of what ranks have written: the process was killed, and how much it had read is not known."""
         kept = KeptOutput(self._not_shown)
         for path in matching(self._folder, "*") if self._folder is not None else []:
             with suppress(OSError), open(path, "rb") as file:
@@ -200,14 +200,14 @@ class Relay:
         )
 
     def show_line(self, line: str) -> bool:
-        """A line of this process's own; whether it is on its way."""
+        """Passes on a line of this process's own; returns whether that has succeeded."""
         if self.stderr is None:
             return False
         poll = select.poll()
         poll.register(self.stderr, select.POLLOUT)
         try:
             if poll.poll(_TAKES_WITHIN_S * 1000):
-                with self._closing:  # other threads log as well, and the number may be another file's after that
+                with self._closing:  # other threads log as well; once closed, the number may belong to another file
                     if not self._is_closed:
                         os.write(self.stderr, f"{line}\n".encode(errors="backslashreplace"))
                         return True
@@ -217,9 +217,9 @@ class Relay:
 
 
 def main() -> None:
-    """Run directory, the file in it for what cannot be shown, folder on this node or "", and ``READER:TARGET``s."""
+    """Arguments: run directory, file in it for unshown output, folder on this node or "", ``READER:TARGET`` pairs."""
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(signum, signal.SIG_IGN)  # a scheduler signals everybody, but this process ends after all others
+        signal.signal(signum, signal.SIG_IGN)  # a scheduler signals all processes, but this one must end last
     run_dir, not_shown, folder, *pairs = sys.argv[1:]
     kept = KeptOutput(Path(run_dir, not_shown))
     poll = select.poll()
@@ -238,7 +238,7 @@ def main() -> None:
     is_behind = False
     while channels:
         ready = poll.poll(None if ranks is None else 0 if is_behind else _LOOK_EVERY_S * 1000)
-        if ranks is not None:  # what ranks have written before a line of the launcher stands before it
+        if ranks is not None:  # output that ranks wrote before a line of the launcher is shown before it
             is_behind = _show(ranks, outputs)
         for fd, _ in ready:
             channel = channels[fd]
@@ -255,7 +255,7 @@ def main() -> None:
 
 
 def _show(ranks: NodeOutput, outputs: dict[int, _Channel], is_last: bool = False) -> bool:
-    """Shows what ranks have written to files; whether there is more."""
+    """Shows what ranks have written to files; returns whether there is more."""
     ranks.look()
     more = False
     for file in ranks.files:

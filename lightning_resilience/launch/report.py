@@ -46,14 +46,14 @@ _PHRASES = {
     "other": "unrecorded time of killed workers",
 }
 _FIRST_START = "first start"
-_ROUNDED_S = 0.001  # times of accounts are
+_ROUNDED_S = 0.001  # times of accounts are rounded to this
 _SHOWN_LOSSES = 3
 _SHOWN_INTERRUPTIONS = 5
 _SHOWN_SHARE = 0.001
 _REASON_LENGTH = 80
 _MODEL_IS_OFF = 0.01
 _ALIKE_IN_FULL = 3
-"""So many events of one kind that follow one another are shown between the first and the last of them."""
+"""How many consecutive events of one kind are shown at most between the first and the last of them."""
 _OUTCOME_LENGTH = 140
 
 
@@ -62,12 +62,12 @@ def report(run_dir: str | os.PathLike[str], as_json: bool = False, what_if: str 
 
     Args:
         run_dir: The run directory.
-        as_json: Whether for programs, see :data:`.json_output.KEYS`.
-        what_if: Settings of which to say what the run would have taken with them, as :func:`~.what_if.predict` takes
-            them; in text, only that.
+        as_json: Whether to return JSON for programs, see :data:`.json_output.KEYS`.
+        what_if: Other settings, as :func:`~.what_if.predict` takes them: the report predicts what the run would have
+            taken with them. As text, the report then has only this prediction.
 
     Raises:
-        ValueError: If these make no sense for the run.
+        ValueError: If these settings make no sense for the run.
     """
     found = read_run(run_dir, what_if=what_if).content
     if as_json:
@@ -86,12 +86,12 @@ def report(run_dir: str | os.PathLike[str], as_json: bool = False, what_if: str 
 
 @dataclass(frozen=True)
 class RunReport:
-    """What a report shows, as text, for programs or as a page.
+    """The content of a report, from which text, JSON or a page is made.
 
     Attributes:
         content: With the keys in :data:`.json_output.KEYS`.
-        goodput: The account of the run.
-        events: The ledger, and what was kept of ranks that run, or whose node went down.
+        goodput: The time account of the run.
+        events: The events of the ledger, and the time records of ranks that run or whose node went down.
     """
 
     content: dict[str, Any]
@@ -100,15 +100,15 @@ class RunReport:
 
 
 def read_run(run_dir: str | os.PathLike[str], with_segments: bool = False, what_if: str | None = None) -> RunReport:
-    """What is known of a run.
+    """Reads a run and computes the content of its report.
 
     Args:
         run_dir: The run directory.
-        with_segments: Whether also at which times its seconds were.
-        what_if: Settings to try.
+        with_segments: Whether to also compute at which times each rank spent its seconds.
+        what_if: Other settings to predict.
 
     Raises:
-        ValueError: If these make no sense for the run.
+        ValueError: If these settings make no sense for the run.
     """
     run_directory = RunDirectory(run_dir)
     history = read_history(run_directory.ledger)
@@ -127,9 +127,9 @@ def _content(run_directory: RunDirectory, history: History, goodput: Goodput, is
     seconds = goodput.by_category
     active = goodput.total - seconds["idle"]
     is_known = active > 0 and goodput.ranks > 0
-    outcome = None if is_ongoing else _outcome(run_directory, history)  # else that of the workers before
+    outcome = None if is_ongoing else _outcome(run_directory, history)  # not that of earlier workers
     every = all_interruptions(goodput.interruptions, interruptions(history.events))
-    batches = {each.fit: each.left_out or 0 for each in history.of(BatchesLeftOut)}  # the last of each fit
+    batches = {each.fit: each.left_out or 0 for each in history.of(BatchesLeftOut)}  # the last event of each fit
     return {
         "run_dir": str(run_directory.path),
         "began": goodput.began if goodput.seconds else None,
@@ -156,15 +156,15 @@ def _content(run_directory: RunDirectory, history: History, goodput: Goodput, is
 def _outcome(run_directory: RunDirectory, history: History) -> Outcome | None:
     outcome, last = run_directory.outcome, history.allocations[-1:]
     if outcome is None and last and not last[0].launched and last[0].exit is not None and run_directory.fits:
-        return run_directory.fits[-1].outcome  # without our launcher only the fits have one
+        return run_directory.fits[-1].outcome  # without our launcher only the fits have an outcome
     exits = history.since(WorkersStart, LaunchExit) if outcome is None else []
-    if exits and isinstance(exits[0], LaunchExit):  # the workers could not say it
+    if exits and isinstance(exits[0], LaunchExit):  # the workers could not record it
         return Outcome.of({"status": exits[0].status, "reason": exits[0].reason or ""})
     return outcome
 
 
 def _losses(goodput: Goodput, active: float) -> list[dict[str, Any]]:
-    """What was lost, the largest first: of an interruption everything together, of the rest each category."""
+    """The losses, the largest first: one for each cause of interruptions, and one for each category of other time."""
     categories: defaultdict[str, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
     nodes: defaultdict[str, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
     has_nodes = len({loss.node for loss in goodput.seconds}) > 1
@@ -194,16 +194,16 @@ def _losses(goodput: Goodput, active: float) -> list[dict[str, Any]]:
 
 
 def _sorted(seconds: Mapping[str, float]) -> dict[str, float]:
-    """The largest first."""
+    """The same, the largest first."""
     return dict(sorted(seconds.items(), key=itemgetter(1), reverse=True))
 
 
 def all_interruptions(costs: Sequence[InterruptionCost], recorded: Sequence[Interruption]) -> list[dict[str, Any]]:
-    """Those of the account, with what the ledger says about their steps, and those of which it alone knows.
+    """The interruptions of the time account, with their steps from the ledger, and others that only the ledger has.
 
     Args:
-        costs: Of the account.
-        recorded: Of the ledger.
+        costs: The interruptions of the account.
+        recorded: The interruptions of the ledger.
     """
     times = [cost.time for cost in costs]
     of: dict[int, Interruption] = {}
@@ -219,7 +219,7 @@ def all_interruptions(costs: Sequence[InterruptionCost], recorded: Sequence[Inte
 
 
 def _interruption(cost: InterruptionCost | None, recorded: Interruption | None) -> dict[str, Any]:
-    """Of the account, of the ledger, or of both."""
+    """The entry of an interruption, from the account, the ledger or both."""
     if cost is None:
         assert recorded is not None
         cost = InterruptionCost(recorded.time, recorded.kind, recorded.reason)
@@ -239,7 +239,7 @@ def _interruption(cost: InterruptionCost | None, recorded: Interruption | None) 
 
 
 def _restarts(every: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
-    """What it took to train again, by phase; of the interruptions after which the run has."""
+    """The time from a fault to the first new step, by phase; only of interruptions after which the run has trained."""
     phases = [each["phases"] for each in every if each["phases"] is not None and each["phases"]["first_step"]]
     if not phases:
         return None
@@ -298,7 +298,7 @@ def _verdict(found: dict[str, Any]) -> list[str]:
 
 
 def extent(found: dict[str, Any]) -> str:
-    """Ranks times wall time: of what goodput is a share."""
+    """Ranks times wall time, of which goodput is a share."""
     ranks = found["ranks"]
     of = f"{ranks} rank{'s' * (ranks > 1)} x {duration(found['rank_seconds'] / ranks)}"
     idle, absent = found["categories"]["idle"] / ranks, found["absent_rank_seconds"]
@@ -308,7 +308,7 @@ def extent(found: dict[str, Any]) -> str:
 
 
 def largest_losses(found: dict[str, Any]) -> list[str]:
-    """A sentence for each."""
+    """A sentence for each of the largest losses."""
     return [_loss(loss) for loss in found["losses"] if loss["share"] >= _SHOWN_SHARE][:_SHOWN_LOSSES]
 
 
@@ -325,7 +325,7 @@ def _loss(loss: dict[str, Any]) -> str:
 
 
 def interruption_counts(found: dict[str, Any]) -> str:
-    """How many of each kind there were, and the steps lost."""
+    """How many interruptions of each kind there were, and the steps lost."""
     if not (recorded := found["interruptions"]):
         return "No interruption."
     causes = Counter(each["cause"] for each in recorded)
@@ -336,7 +336,7 @@ def interruption_counts(found: dict[str, Any]) -> str:
 
 
 def left_out(found: dict[str, Any]) -> list[str]:
-    """Says what the training has left out, and what this report has, if there is anything."""
+    """Sentences on the batches that the training has left out and the ledger lines that this report has ignored."""
     batches, lines = found["left_out_batches"], found["skipped_lines"]
     sentences = [f"{batches} batch{'es' * (batches > 1)} of absent ranks were left out."] * bool(batches)
     if lines:
@@ -356,7 +356,7 @@ def _worst(found: dict[str, Any]) -> list[str]:
     ranks = found["ranks"]
 
     def seconds_of(each: dict[str, Any]) -> float | None:
-        """Of each rank."""
+        """The lost seconds of each rank."""
         lost: float | None = each["seconds_lost"]
         return lost if each["rank_seconds"] is None else each["rank_seconds"] / ranks
 
@@ -383,7 +383,7 @@ def _worst(found: dict[str, Any]) -> list[str]:
 
 
 def _restarts_table(found: dict[str, Any]) -> list[str]:
-    """The table of what restarts took, by phase."""
+    """The table of the time that restarts took, by phase."""
     if (restarts := found["restarts"]) is None:
         return []
     names = [name for name, seconds in restarts["longest"].items() if seconds or restarts["median"][name]]
@@ -406,7 +406,7 @@ def _categories(found: dict[str, Any]) -> list[str]:
 
 
 def _timeline(found: dict[str, Any]) -> list[str]:
-    """The events but those of which the account is made, and the outcome."""
+    """The table of events, without events that only the time account uses, and the outcome."""
     rows: list[list[str]] = []
     events = (event for event in found["timeline"] if event["event"] != TimeSpent.kind_name)
     for _, alike in groupby(events, key=lambda event: (event["event"], event.get("kind"))):
@@ -442,7 +442,7 @@ def phrase(category: str) -> str:
 
 
 def _advised(found: dict[str, Any]) -> list[str]:
-    """What to change."""
+    """The lines of advice."""
     if found["goodput"] is None:
         return []
     lines = [line for each in found["advice"] for line in (f"Advice: {sentence(each)}", f"        {gain(each)}")]
@@ -453,20 +453,20 @@ def _advised(found: dict[str, Any]) -> list[str]:
 
 
 def sentence(advice: dict[str, Any]) -> str:
-    """What to do.
+    """The advice itself, as a sentence.
 
     Args:
-        advice: Of the content.
+        advice: An entry of the content.
     """
     text: str = advice["text"]
     return f"{text[0].upper()}{text[1:]}."
 
 
 def gain(advice: dict[str, Any]) -> str:
-    """What that would have saved, as a sentence.
+    """What the advice would have saved, as a sentence.
 
     Args:
-        advice: Of the content.
+        advice: An entry of the content.
     """
     saved = f"{'up to ' * advice['is_bound']}{percent(advice['share'])} of the time ({hours(advice['rank_seconds'])})"
     points = 100 * advice["goodput"]
@@ -479,10 +479,10 @@ def hours(rank_seconds: float) -> str:
 
 
 def comparison(found: dict[str, Any]) -> list[str]:
-    """The table of a run as it was and as it would have been.
+    """The table that compares a run as it was with the prediction.
 
     Args:
-        found: Content of the report, with a prediction.
+        found: The content of the report, with a prediction.
     """
     what, ranks = found["what_if"], max(found["ranks"], 1)
     spread = f" +- {100 * what['ettr_spread']:.1f}" if what["ettr_spread"] else ""

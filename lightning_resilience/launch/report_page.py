@@ -1,7 +1,7 @@
 """``lightning-resilience report --html``: the report as one page that needs neither server, network nor script.
 
 Everything that comes from the ledger is escaped. Charts have a bounded number of columns, so a page of many ranks and
-interruptions stays small. What is text is HTML beside the charts, since it would shrink with them on a narrow screen.
+interruptions stays small. All text is HTML beside the charts, since it would shrink with a chart on a narrow screen.
 """
 
 from __future__ import annotations
@@ -85,8 +85,8 @@ GROUPS = {
         "other": ("#c6cbd2", "#535a64"),
     },
 }
-"""The categories of time by what they are to a reader, in the order in which they are drawn from the bottom, and their
-colours on a light and on a dark page. The groups differ in lightness too, for those who see few colours."""
+"""The categories of time, grouped by what they mean to a reader, in the order in which they are drawn from the bottom,
+and their colors on a light and on a dark page. The groups also differ in lightness, for readers who see few colors."""
 
 _COLOURS = {category: colours for group in GROUPS.values() for category, colours in group.items()}
 _PART_COLOURS = dict(
@@ -124,10 +124,10 @@ def write_page(run_dir: str | os.PathLike[str], path: str | os.PathLike[str]) ->
 
     Args:
         run_dir: The run directory.
-        path: The file; what is there is replaced. Links to diagnoses are relative to its folder.
+        path: The file; an existing one is replaced. Links to diagnoses are relative to its folder.
 
     Raises:
-        OSError: If it cannot be written.
+        OSError: If the file cannot be written.
     """
     path = Path(path).expanduser().absolute()
     text = page(read_run(run_dir, with_segments=True), path.parent)
@@ -135,11 +135,11 @@ def write_page(run_dir: str | os.PathLike[str], path: str | os.PathLike[str]) ->
 
 
 def page(run: RunReport, folder: Path) -> str:
-    """The page.
+    """The report as a page.
 
     Args:
-        run: What is known of the run, with segments.
-        folder: Where it will be.
+        run: The report, with segments.
+        folder: The folder in which the page will be.
     """
     found = run.content
     axis = Axis(run.goodput)
@@ -179,7 +179,7 @@ def page(run: RunReport, folder: Path) -> str:
 
 
 def _text(value: object) -> str:
-    """What may be anything, as text of a page or in the quotes of an attribute."""
+    """Any value, as text of a page or in the quotes of an attribute."""
     return html.escape(_NOT_TEXT.sub("\ufffd", str(value)))
 
 
@@ -188,7 +188,7 @@ def _moment(seconds: float) -> str:
 
 
 def _share(share: float) -> str:
-    """A length or place in a style."""
+    """A length or position in a style."""
     return f"{100 * share:.2f}%"
 
 
@@ -231,7 +231,7 @@ def _verdict(found: dict[str, Any]) -> Iterator[str]:
 
 
 def _advice(found: Mapping[str, Any]) -> Iterator[str]:
-    """What to change; what would have gained little is folded, but for the first."""
+    """What to change; entries with a small gain are folded, except for the first."""
     if not found["advice"]:
         return
     lines = [f"<li>{_text(sentence(each))} <small>{_text(gain(each))}</small></li>" for each in found["advice"]]
@@ -244,10 +244,10 @@ def _advice(found: Mapping[str, Any]) -> Iterator[str]:
 
 
 def group_shares(found: Mapping[str, Any]) -> list[tuple[str, str, float]]:
-    """The groups of categories, each with the category whose colour stands for it and its share of the time.
+    """The groups of categories, each with the category whose color stands for it and its share of the time.
 
     Args:
-        found: Content of the report.
+        found: The content of the report.
     """
     seconds = {name: each for name, each in found["categories"].items() if name != "idle" and each > 0}
     total = sum(seconds.values())
@@ -259,7 +259,7 @@ def group_shares(found: Mapping[str, Any]) -> list[tuple[str, str, float]]:
 
 
 def _bar(seconds: Mapping[str, float], total: float) -> str:
-    """A bar of what a sum consists of, by category."""
+    """A bar that shows the parts of a sum, by category."""
     parts = (
         f"<i class='{name}' style='width:{_share(each / total)}' title='{_text(phrase(name))} {percent(each / total)}'>"
         "</i>"
@@ -273,10 +273,10 @@ def _bar(seconds: Mapping[str, float], total: float) -> str:
 
 
 class Axis:
-    """Where a moment is, from 0 to 1. Long pauses, in which nothing ran, are drawn short.
+    """Maps moments to positions from 0 to 1. Long pauses, in which nothing ran, are drawn short.
 
     Args:
-        goodput: The account of the run.
+        goodput: The time account of the run.
     """
 
     def __init__(self, goodput: Goodput) -> None:
@@ -304,18 +304,18 @@ class Axis:
         self._shown = sum(widths)
 
     def place(self, moment: float) -> float:
-        """Where it is."""
+        """The position of a moment."""
         index = min(max(bisect.bisect_right(self._bounds, moment) - 1, 0), len(self._bounds) - 2)
         (begin, end), (left, right) = self._bounds[index : index + 2], self._places[index : index + 2]
         return min(max(left + (right - left) * (moment - begin) / (end - begin), 0.0), 1.0)
 
     def ticks(self) -> Iterator[tuple[float, str]]:
-        """Places of round times, and their texts."""
+        """Positions of round times, and their texts."""
         every: float = next((each for each in _ROUND_SECONDS if self._shown / each <= 6), self._shown / 6)
         first, last = self._bounds[0], self._bounds[-1]
         pattern = "%H:%M:%S" if every < 60 else "%H:%M" if last - first < 20 * 3600 else "%d. %H:%M"
         pattern = pattern if every < 86400 else "%b %d" if last - first < 300 * 86400 else "%b %Y"
-        shift = time.localtime(first).tm_gmtoff  # so that they are round where this is read
+        shift = time.localtime(first).tm_gmtoff  # so that the times are round in the local time zone
         after = -1.0
         for index, (begin, end) in enumerate(pairwise(self._bounds)):
             if (begin, end) in self.cuts:
@@ -335,11 +335,11 @@ _ROUND_SECONDS = (
 
 
 def _marks(found: Mapping[str, Any], axis: Axis) -> Iterator[str]:
-    """Lines at the interruptions, and pauses that are drawn short.
+    """Lines at the interruptions, and marks at pauses that are drawn short.
 
     Args:
-        found: Content of the report.
-        axis: Of the chart.
+        found: The content of the report.
+        axis: The axis of the chart.
     """
     for begin, end in axis.cuts:
         left, right = axis.place(begin), axis.place(end)
@@ -355,11 +355,13 @@ def _marks(found: Mapping[str, Any], axis: Axis) -> Iterator[str]:
 
 
 def _labels(found: Mapping[str, Any], axis: Axis) -> Iterator[str]:
-    """Above a chart, number and cause of each interruption, at the right edge its number, and nothing in a crowd.
+    """Labels above a chart with number and cause of each interruption.
+
+    At the right edge a label has only the number. Where too many labels meet, some are left out.
 
     Args:
-        found: Content of the report.
-        axis: Of the chart.
+        found: The content of the report.
+        axis: The axis of the chart.
     """
     ends: list[float] = []
     labels = []
@@ -390,7 +392,7 @@ def _time_labels(axis: Axis) -> str:
 
 
 class StripRow:
-    """What the ranks of a node, or of some, do in each column of the strip."""
+    """What the ranks of one row (a node or several) do in each column of the strip."""
 
     def __init__(self) -> None:
         self._parts: defaultdict[str, list[float]] = defaultdict(lambda: [0.0] * (COLUMNS + 1))
@@ -400,9 +402,9 @@ class StripRow:
         """Adds a segment.
 
         Args:
-            left: Its begin, in columns.
-            right: Its end.
-            shares: Of the categories.
+            left: Its beginning, in columns.
+            right: Its end, in columns.
+            shares: The shares of the categories.
         """
         first, last = int(left), int(right)
         for category, share in shares:
@@ -417,7 +419,7 @@ class StripRow:
             changes[last] -= share
 
     def shapes(self) -> dict[str, str]:
-        """The path of each category; columns that look the same are one."""
+        """The path of each category; consecutive columns that look the same are drawn as one."""
         categories = [name for name in _COLOURS if name in self._parts]
         weights = [
             [own + whole for own, whole in zip(self._parts[name], accumulate(self._changes[name]), strict=False)]
@@ -441,11 +443,11 @@ class StripRow:
 
 
 def strip_rows(run: RunReport, axis: Axis) -> dict[str, StripRow]:
-    """What each node did when, or the nodes with the largest losses and all others.
+    """What each node did when; with many nodes, the nodes with the largest losses and one row for all other nodes.
 
     Args:
-        run: What is known of the run, with segments.
-        axis: Of the chart.
+        run: The report, with segments.
+        axis: The axis of the chart.
     """
     names, others = _shown_nodes(run.goodput.seconds.items())
     rows = {name: StripRow() for name in names}
@@ -460,7 +462,7 @@ def strip_rows(run: RunReport, axis: Axis) -> dict[str, StripRow]:
 
 
 def _strip(run: RunReport, axis: Axis) -> Iterator[str]:
-    """What each node did when."""
+    """The chart of what each node did when."""
     rows = strip_rows(run, axis)
     yield "<section><h2>What the nodes did</h2>"
     yield from _labels(run.content, axis)
@@ -487,10 +489,10 @@ def _node(name: str) -> str:
 
 
 def _shown_nodes(seconds: Iterable[tuple[Any, float]]) -> tuple[list[str], str]:
-    """The names of the rows, and that of the rest.
+    """The names of the rows, and the name of the row for the other nodes.
 
     Args:
-        seconds: By loss.
+        seconds: Losses with their seconds.
     """
     lost: Counter[str] = Counter()
     for loss, each in seconds:
@@ -503,12 +505,12 @@ def _shown_nodes(seconds: Iterable[tuple[Any, float]]) -> tuple[list[str], str]:
 
 
 def _by_number(name: str) -> list[tuple[int, str]]:
-    """``n10`` after ``n9``."""
+    """A sort key that puts ``n10`` after ``n9``."""
     return [(int(digits or 0), text) for text, digits in re.findall(r"(\D*)(\d{0,9})", name)]
 
 
 def _legend(found: Mapping[str, Any]) -> Iterator[str]:
-    """The categories that occur, with their seconds of each rank."""
+    """The categories that occur, with their seconds per rank."""
     yield "<dl class='legend'>"
     ranks = max(found["ranks"], 1)
     for group, categories in GROUPS.items():
@@ -527,7 +529,7 @@ def _legend(found: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _losses(run: RunReport) -> Iterator[str]:
-    """The table of category, cause and node."""
+    """The table of losses by category, cause and node."""
     found, ranks = run.content, run.content["ranks"]
     of: defaultdict[tuple[str, str], Counter[str]] = defaultdict(Counter)
     for loss, seconds in run.goodput.seconds.items():
@@ -558,7 +560,7 @@ def _losses(run: RunReport) -> Iterator[str]:
 
 
 def _where(nodes: Mapping[str, float], total: float) -> str:
-    """The nodes with most of it."""
+    """The nodes with most of a loss."""
     if len(nodes) == 1:
         return _text(_node(next(iter(nodes))))
     shown = sorted(nodes.items(), key=itemgetter(1), reverse=True)
@@ -574,11 +576,11 @@ def _where(nodes: Mapping[str, float], total: float) -> str:
 
 @dataclass
 class _Life:
-    """A fit, from where it begins or is restored to where it is restored again or ends.
+    """A fit, from its beginning or a restoration to its next restoration or its end.
 
     Attributes:
         points: Moments and steps.
-        from_step: The furthest step before it.
+        from_step: The furthest step before this life.
     """
 
     fit: int
@@ -587,7 +589,7 @@ class _Life:
 
 
 def _lives(events: Iterable[Event]) -> list[_Life]:
-    """How far the fits were when."""
+    """How far the fits were at which time."""
     lives: list[_Life] = []
     current: dict[int, _Life] = {}
     furthest: Counter[int] = Counter()
@@ -602,7 +604,7 @@ def _lives(events: Iterable[Event]) -> list[_Life]:
         if isinstance(event, Fresh):
             step = step or 0
         elif isinstance(event, TimeSpent):
-            # It is the furthest of all processes so far: how far these were, only if that is further than those before.
+            # This is the furthest step of all processes so far. It is of this life only if it is beyond `from_step`.
             step = event.reached if fit in current and (event.reached or 0) > current[fit].from_step else None
             moment = max(event.since or [moment])
         if step is None or fit not in current or not math.isfinite(moment):
@@ -625,7 +627,7 @@ _DOTS = {
 
 
 def _steps(run: RunReport, axis: Axis) -> Iterator[str]:
-    """Steps over time, and saves."""
+    """The chart of steps and saves over time."""
     lives = _lives(run.events)
     highest = max((step for life in lives for _, step in life.points), default=0)
     if highest == 0:
@@ -684,13 +686,13 @@ def _round_up(highest: int) -> tuple[int, int]:
 
 
 def _up_to(points: Sequence[tuple[float, int]], step: int) -> Iterator[tuple[float, float]]:
-    """What of a line is below a step."""
+    """The part of a line up to a step."""
     yield from (each for each in points if each[1] <= step)
     yield from _crossing(points, step)
 
 
 def _from(points: Sequence[tuple[float, int]], step: int) -> Iterator[tuple[float, float]]:
-    """What of a line is above a step."""
+    """The part of a line above a step."""
     yield from _crossing(points, step)
     yield from (each for each in points if each[1] > step)
 
@@ -703,7 +705,7 @@ def _crossing(points: Sequence[tuple[float, int]], step: int) -> Iterator[tuple[
 
 
 def _thinned(places: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Without those of which nobody could see that they are two."""
+    """The points, without points that cannot be distinguished from their neighbors in the chart."""
     found: list[tuple[float, float]] = []
     for place in places:
         if len(found) < 2 or abs(place[0] - found[-2][0]) >= 1 or abs(place[1] - found[-2][1]) >= 1:
@@ -714,7 +716,7 @@ def _thinned(places: Iterable[tuple[float, float]]) -> list[tuple[float, float]]
 
 
 def _dots(events: Iterable[Event], point: Any) -> Iterator[tuple[str, float, float, str]]:
-    """What happened at which step; of what is at the same place, the first."""
+    """Marks for what happened at which step; of marks at the same place, the first."""
     seen = set()
     for event in events:
         name = next((name for name, (_, kinds) in _DOTS.items() if isinstance(event, kinds)), None)
@@ -733,7 +735,7 @@ def _tier(event: Saved) -> str:
 
 
 def _saves(run: RunReport, axis: Axis) -> Iterator[str]:
-    """How long saves took, of those in a column the longest."""
+    """The chart of how long saves took; of the saves in a column, the longest."""
     longest: dict[tuple[int, str], Saved] = {}
     for event in run.events:
         if isinstance(event, Saved) and event.seconds is not None and math.isfinite(event.seconds):
@@ -813,12 +815,12 @@ def _stories(run: RunReport, folder: Path) -> Iterator[str]:
 
 
 def _diagnoses(run: RunReport, folder: Path) -> dict[int, list[str]]:
-    """Links to the diagnoses that are there, by the index of the interruption."""
+    """Links to the diagnoses that exist, by the index of the interruption."""
     times = [each["time"] for each in run.content["interruptions"]]
     found: defaultdict[int, list[str]] = defaultdict(list)
     faults = [event for event in run.events if isinstance(event, Fault) and event.diagnostics]
     for name, moment in {Path(event.diagnostics or "").name: event.time for event in faults}.items():
-        path = Path(run.content["run_dir"], "diagnostics", name)  # where it was written may be elsewhere now
+        path = Path(run.content["run_dir"], "diagnostics", name)  # the run directory may have been moved since
         if times and path.is_dir():
             nearest = min(range(len(times)), key=lambda index: abs(times[index] - moment))
             found[nearest].append(_text("./" + quote(os.fsencode(os.path.relpath(path, folder)))))

@@ -1,4 +1,4 @@
-"""What a script has raised: whether trying again can help, and how it is shown. Imports neither torch nor Lightning."""
+"""Exceptions of a script: whether a retry can help, and how they are shown. Imports neither torch nor Lightning."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from lightning_resilience._output import log_line
 from lightning_resilience.run.failures import normalised
 from lightning_resilience.run.ledger import node_name
 
-# What is raised by mistakes in a script, rather than by a device or a network that may be better soon.
+# Exceptions that mistakes in a script raise, rather than a device or a network that may work again soon.
 _MISTAKES = (
     *("SyntaxError", "IndentationError", "TabError", "NameError", "UnboundLocalError", "AttributeError", "TypeError"),
     *("ValueError", "KeyError", "IndexError", "AssertionError", "ImportError", "ModuleNotFoundError"),
     *("NotImplementedError", "RecursionError", "ZeroDivisionError"),
 )
-# Shapes that do not fit are one of these, and so is a GPU that is gone: its message says so.
+# Shapes that do not fit raise one of these, and so does a GPU that is gone; the message shows which it is.
 _MISTAKES_OR_NOT = ("RuntimeError", "MisconfigurationException")
 _OF_MACHINES = re.compile(
     r"cuda|nccl|gloo|cudnn|cublas|\bhip\b|rocm|\bxpu\b|\bgpus?\b|nvml|nvidia|driver|device-side|memory|connect|network"
@@ -35,10 +35,10 @@ _OF_MACHINES = re.compile(
     r"|resource|temporar|unavailable|interrupt|killed|signal|thread|http|download|\block\b",
     re.IGNORECASE,
 )
-# A path with a mistake in it, unless a training of the same command has begun before: then a disk is not mounted.
+# A path with a mistake in it. But if a training of the same command has begun before, a disk is not mounted.
 _FILES = ("FileNotFoundError", "NotADirectoryError", "IsADirectoryError")
 
-# Names of parameters, layers and functions tell nothing of a machine: "network.0.weight".
+# Names of parameters, layers and functions do not indicate a machine: "network.0.weight".
 _NAMES = re.compile(r"\b[a-z0-9]+(?:[._][a-z0-9]+)+\b")
 
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
@@ -51,7 +51,7 @@ _WRAPPERS = re.compile(
     r"/(lightning/pytorch|pytorch_lightning)/(trainer/call\.py|strategies/launchers/)"
     r"|/lightning/fabric/strategies/launchers/|/torch/distributed/(elastic/|run\.py|launch\.py)"
 )
-# What ranks raise whose peer has ended: who that was, and why, is said by the watchdog.
+# What ranks raise when another rank has ended. The watchdog reports which rank that was, and why.
 _LOST_PEER = re.compile(r"gloo/transport/.*(Connection closed by peer|Connection reset by peer|Broken pipe)")
 _MOST_FILES = 100
 
@@ -61,15 +61,15 @@ class WrongWorldSize(RuntimeError):
 
 
 def is_stop_of_lightning(request: SystemExit) -> bool:
-    """Whether Lightning has raised it within a validation or test, since SIGTERM was received: its code is 0."""
+    """Whether Lightning has raised it in a validation or test, because SIGTERM was received: its exit code is 0."""
     return any(cls.__name__ == "SIGTERMException" for cls in type(request).__mro__)
 
 
 def describe(error: BaseException) -> dict[str, Any]:
-    """For the ledger: the class of an exception, the innermost line of the user's own code, and whose fault it is.
+    """For the ledger: the class of an exception, the innermost line of the user's own code, and the kind of mistake.
 
     Args:
-        error: What was raised.
+        error: The exception.
     """
     frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
     users = [f"{os.path.basename(file)}:{line}" for file, line in frames if not file.startswith(_NOT_THE_USERS)]
@@ -91,10 +91,10 @@ def _mistake(error: BaseException) -> str | None:
 
 
 def what_to_change(error: BaseException) -> str | None:
-    """What a person has to change before another attempt can end otherwise, if that is known.
+    """What a person has to change before another attempt can end differently, if that is known.
 
     Args:
-        error: What was raised; what has led to it counts too.
+        error: The exception; the exceptions that have led to it are examined, too.
     """
     seen: list[BaseException] = []
     cause: BaseException | None = error
@@ -117,10 +117,10 @@ def _past_max_epochs(error: BaseException) -> str | None:
 
 
 def past_max_epochs(trainer: Any) -> str | None:
-    """What to change if a Trainer has restored a checkpoint of an epoch behind its ``max_epochs``.
+    """What to change if a Trainer has restored a checkpoint of an epoch beyond its ``max_epochs``.
 
     Args:
-        trainer: A Trainer, or whatever else has a method ``fit``.
+        trainer: A Trainer, or any other object with a method ``fit``.
     """
     epoch, most = getattr(trainer, "current_epoch", None), getattr(trainer, "max_epochs", None)
     if not (isinstance(epoch, Real) and isinstance(most, Real) and 0 <= float(most) < float(epoch)):  # also NumPy's
@@ -135,7 +135,7 @@ def _wrong_world_size(error: BaseException) -> str | None:
     """What to change if a ``ClusterEnvironment`` has refused the Trainer's ``devices`` and ``num_nodes``.
 
     Args:
-        error: What was raised.
+        error: The exception.
     """
     called = [frame.f_locals for frame, _ in traceback.walk_tb(error.__traceback__) if _checks_world_size(frame)]
     if not isinstance(error, ValueError) or not called:
@@ -154,17 +154,17 @@ def _checks_world_size(frame: types.FrameType) -> bool:
 
 
 def show(error: BaseException, folder: Path, launch_id: str, rank: int) -> None:
-    """Reports an exception as Python does for a script of its own.
+    """Reports an exception as Python does for a script that it runs directly.
 
-    One that was reported before, or that only says that another rank has gone, is reported in a line.
+    An exception that was reported before, or that only shows that another rank has gone, is reported in one line.
 
-    The traceback is without what led to the script, the launchers that Lightning wraps around a fit, and this package.
-    The whole of it is kept.
+    The traceback is shown without the frames that lead to the script, of Lightning's launchers around a fit, and of
+    this package. The whole traceback is kept in a file.
 
     Args:
-        error: What was raised.
-        folder: Where whole tracebacks are kept, ``errors`` in the run directory.
-        launch_id: Of the launch that decides: its successors report the same again.
+        error: The exception.
+        folder: The folder for whole tracebacks, ``errors`` in the run directory.
+        launch_id: The id of the launch that decides: a later launch reports the same exception again.
         rank: The rank on which it was raised.
     """
     whole = "".join(traceback.format_exception(type(error), error, error.__traceback__))
@@ -188,7 +188,7 @@ def show(error: BaseException, folder: Path, launch_id: str, rank: int) -> None:
 
 
 def _keep(path: Path, head: str, whole: str) -> tuple[bool, bool]:
-    """Writes a traceback down; returns whether it is the first of its kind, and whether it is written."""
+    """Writes a traceback to a file; returns whether it is the first of its kind, and whether it is in the file."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
@@ -206,7 +206,7 @@ def _keep(path: Path, head: str, whole: str) -> tuple[bool, bool]:
 
 
 def _cut(error: BaseException | None, seen: set[int]) -> int:
-    """Takes the frames that are not the user's affair off an exception, and those it came from; returns how many."""
+    """Removes frames that do not concern the user from an exception and its causes; returns how many."""
     if error is None or id(error) in seen:
         return 0
     seen.add(id(error))
@@ -215,7 +215,7 @@ def _cut(error: BaseException | None, seen: set[int]) -> int:
     while now is not None:
         frames.append(now)
         now = now.tb_next
-    # What leads to the script goes without saying.
+    # The frames that lead to the script are always the same.
     led = next((i for i, each in enumerate(frames) if not _leads_to_script(each.tb_frame.f_code.co_filename)), 0)
     users = [each for each in frames[led:] if not _is_wrapper(each.tb_frame.f_code.co_filename)]
     if users:

@@ -1,10 +1,10 @@
-"""The workers of a node, in their launcher: their channels, and spares that take their places at a restart.
+"""The workers of a node, seen from their launcher: their channels, and the spares that replace them at a restart.
 
-A worker that starts needs seconds of CPU time for imports. So when the workers have begun to train, a process is
-started for each of them, one after the other, that does these imports and waits
-(:mod:`~lightning_resilience.launch.park`). The elastic launcher, or the supervisor of ``launch --elastic``, takes it
-where it would start one: it is its child, with the same command line, and nothing else of a restart changes. Whatever
-is wrong with a spare, a worker is started as ever.
+A worker that starts needs seconds of CPU time for imports. So when the workers have begun to train, the launcher starts
+one process for each of them, one after the other. This *spare* does the imports and waits
+(:mod:`~lightning_resilience.launch.park`). The elastic launcher, or the supervisor of ``launch --elastic``, then uses
+it where it would start a worker: the spare is its child and has the same command line, and nothing else of a restart
+changes. Whenever a spare cannot be used, a worker is started as without spares.
 
 Imports neither torch nor Lightning.
 """
@@ -39,7 +39,7 @@ HANDLERS = {
     ),
     "torch.distributed.run": ("torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler",),
 }
-"""Where elastic launchers start a worker: NVRx 0.4 has a copy of torch's, later ones have torch's."""
+"""Where elastic launchers start a worker: NVRx 0.4 has a copy of torch's class, later versions use torch's."""
 
 _MEMORY_SHARE = 0.1
 _ANSWERS_WITHIN_S = 5.0
@@ -52,24 +52,24 @@ class Worker:
     Args:
         args: Its command line.
         env: Its environment.
-        kind: What it is for, as :mod:`~lightning_resilience.launch.park` names it.
-        gate: The gate of its imports, or -1.
-        stdout: A file for what it writes there, ``subprocess.PIPE``; ``None``: where the launcher's goes.
-        stderr: The same.
+        kind: Its purpose, as :mod:`~lightning_resilience.launch.park` names it.
+        gate: The descriptor of the gate of its imports, or -1.
+        stdout: A file or ``subprocess.PIPE`` for its standard output; ``None``: the launcher's standard output.
+        stderr: The same for its standard error.
 
     Attributes:
         args: Its command line.
         env: Its environment.
         process: Its process.
-        channel: The launcher's end.
+        channel: The launcher's end of its channel.
         is_warm: Whether it was a spare.
-        start: Number of the start by which it became a worker; it is that of all that were started together.
+        start: Number of the start by which it became a worker; workers that are started together have the same.
         noted: What it has imported, once it has begun to train.
         problem: Why this spare cannot be used.
-        memory: Bytes that this spare has for itself.
+        memory: Bytes of memory that this spare shares with no other process.
         is_ready: Whether this spare has imported everything.
-        is_gone: Whether the other end of the channel has gone.
-        has_state: Whether it has said in which state it is.
+        is_gone: Whether the other end of the channel is closed.
+        has_state: Whether it has reported a state.
     """
 
     def __init__(
@@ -96,10 +96,10 @@ class Worker:
         self.channel = Channel(ours)
 
     def take(self, message: Message) -> None:
-        """Takes what it says about itself.
+        """Takes over what the process reports about itself.
 
         Args:
-            message: What it says.
+            message: Its message.
         """
         if message.kind == "begun":
             self.noted = message.fields
@@ -115,19 +115,22 @@ class Worker:
 
     @property
     def imports(self) -> bool:
-        """Whether it has done neither its imports nor come to a fit."""
+        """Whether it may still be importing: it has reported no state, and was no spare with its imports done."""
         return not self.has_state and not (self.is_warm and self.is_ready)
 
     def has_gone(self) -> None:
-        """The other end of the channel has gone."""
+        """Notes that the other end of the channel is closed."""
         self.is_gone = True
         self._answered.set()
 
     def prepare(self, noted: Mapping[str, Any]) -> bool:
-        """Has this spare import, and waits until it has, is taken or has ended; whether it can be used.
+        """Makes this spare import, and waits until it has done so, is taken or has ended.
 
         Args:
             noted: What the worker of its rank has imported.
+
+        Returns:
+            Whether it can be used.
         """
         self._is_told = self.channel.send("import", **{**noted, "parent": os.getpid()})
         if self._is_told:
@@ -135,29 +138,32 @@ class Worker:
         return self._answered.is_set() and self.problem is None and self.process.poll() is None
 
     def becomes(self, args: tuple[str, ...], env: Mapping[str, str], stdout: Any, stderr: Any) -> bool:
-        """Makes this spare a worker; whether it is one.
+        """Makes this spare a worker.
 
         Args:
             args: The command line of the worker.
             env: Its environment.
             stdout: As in the constructor.
-            stderr: The same.
+            stderr: As in the constructor.
+
+        Returns:
+            Whether it is a worker now.
         """
         files = {fd: file for fd, file in ((1, stdout), (2, stderr)) if file is not None}
         if not self._is_told or self.problem is not None or self.args != args or self.process.poll() is not None:
             return False
-        if any(isinstance(file, int) for file in files.values()):  # a pipe, which is made with the process only
+        if any(isinstance(file, int) for file in files.values()):  # a pipe, which can be made only with the process
             return False
         fds = [file.fileno() for file in files.values()]
         if not self.channel.send("go", fds, env=dict(env), cwd=os.getcwd(), redirected=list(files)):
             return False
-        if self.is_ready and not self._going.wait(_ANSWERS_WITHIN_S):  # else it takes its time
+        if self.is_ready and not self._going.wait(_ANSWERS_WITHIN_S):  # a spare that is still importing takes its time
             return False
         self.is_warm, self.env = True, dict(env)
         return self.process.poll() is None
 
     def dismiss(self) -> None:
-        """Ends it."""
+        """Ends the process."""
         self.channel.close()
         with suppress(OSError, subprocess.TimeoutExpired):
             self.process.kill()
@@ -168,13 +174,13 @@ class Workers:
     """All workers of this node, and their spares.
 
     Args:
-        makes_spares: Whether there are any.
-        log: Where it is said what becomes of spares; default: ``sys.stderr``, which is the elastic launcher's own log.
-        heard: Called in a thread with what a worker says, and its process.
+        makes_spares: Whether spares are made.
+        log: The file for log lines about spares; default: ``sys.stderr``, which is the elastic launcher's own log.
+        heard: Called in a thread with the process of a worker and each of its messages.
 
     Attributes:
-        makes_spares: Whether more are made.
-        spares: Those that wait, or import still, by local rank.
+        makes_spares: Whether more spares are made.
+        spares: The spares that wait, or still import, by local rank.
     """
 
     def __init__(
@@ -200,11 +206,12 @@ class Workers:
         """Starts a worker; called by the elastic launcher.
 
         Args:
-            rank: Its local rank; if it has a worker that has not :meth:`ended`, all workers have.
+            rank: Its local rank. If this rank has a worker that was not reported by :meth:`ended`, all workers have
+                ended.
             args: Its command line.
             env: Its environment.
-            stdout: A file, ``subprocess.PIPE``, or ``None``: where the launcher's goes.
-            stderr: The same.
+            stdout: A file or ``subprocess.PIPE``; ``None``: the launcher's standard output.
+            stderr: The same for standard error.
 
         Raises:
             OSError: If it cannot be started.
@@ -226,10 +233,10 @@ class Workers:
         return worker.process
 
     def ended(self, *ranks: int) -> None:
-        """These workers have ended, and others are started in their places.
+        """Notes that these workers have ended; other workers are started as their replacements.
 
         Args:
-            ranks: Their local ranks; if these are not all, the others go on.
+            ranks: Their local ranks. If these are not all ranks, the other workers continue.
         """
         with self._lock:
             self._start += 1
@@ -247,8 +254,8 @@ class Workers:
 
         Args:
             rank: Its local rank.
-            kind: What it is, see :mod:`~lightning_resilience.launch.channel`.
-            fields: What it says.
+            kind: The type of the message, see :mod:`~lightning_resilience.launch.channel`.
+            fields: Its content.
         """
         worker = self._workers[rank]
         worker.channel.send(kind, **fields)
@@ -258,7 +265,7 @@ class Workers:
             self._standstill.begin(rank)
 
     def has_spare(self, rank: int) -> bool:
-        """Whether a spare waits for the place of a worker and has done its imports.
+        """Whether a spare that has done its imports waits for the place of a worker.
 
         Args:
             rank: Its local rank.
@@ -269,7 +276,7 @@ class Workers:
 
     @property
     def are_heard(self) -> bool:
-        """Whether nothing that workers have said is left to be read."""
+        """Whether every message of the workers was read."""
         return all(each.is_gone or not each.channel.is_readable() for each in self._workers.values())
 
     def _is_taken(
@@ -301,12 +308,12 @@ class Workers:
             rank, worker = self._begun.get()
             try:
                 self._make_spare(rank, worker)
-            except Exception as error:  # a thread that ends would say so on no rank's behalf
+            except Exception as error:  # if this thread ended with the error, no log would mention it
                 self.make_no_more(f"{type(error).__name__}: {error}")
 
     def _make_spare(self, rank: int, worker: Worker) -> None:
         with self._lock:
-            # Not beside a restart, whose own imports it would slow down.
+            # Not during a restart: the imports of the restarted workers would take longer.
             if not self.makes_spares or self._workers.get(rank) is not worker or rank in self.spares:
                 return
             spare = self.spares[rank] = Worker(worker.args, worker.env, SPARE, self._standstill.gate, None, None)
@@ -331,7 +338,7 @@ class Workers:
         """Ends all spares and makes no more.
 
         Args:
-            reason: Why, for the log.
+            reason: The reason, for the log.
         """
         with self._lock:
             self.makes_spares = False
@@ -346,11 +353,11 @@ class Workers:
 
 
 def install(launcher: str, makes_spares: bool) -> None:
-    """Has the elastic launcher that will run in this process start its workers with channels.
+    """Makes the elastic launcher that will run in this process start its workers with channels.
 
     Args:
-        launcher: Its module.
-        makes_spares: Whether there are spares.
+        launcher: The module of the elastic launcher.
+        makes_spares: Whether spares are made.
     """
     workers = Workers(makes_spares)
 

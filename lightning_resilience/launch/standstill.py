@@ -1,9 +1,9 @@
 """Pauses imports that no rank waits for while the ranks of a node return to their fit: both need the same cores.
 
-Spare processes import, and so do newcomers on their way (:mod:`~lightning_resilience.launch.newcomers`): some seconds
-of CPU time, of which a step would come later on a node with few cores. The launcher has a gate, a pipe that holds a
-byte while it is open. Who imports looks at it before each module, reads nothing, and goes on by itself if the launcher
-ends. Code that is no import is never held up.
+Spares import, and so do newcomers (:mod:`~lightning_resilience.launch.newcomers`). That takes some seconds of CPU time,
+by which a step would be delayed on a node with few cores. The launcher has a gate: a pipe that holds a byte while it is
+open. A process that imports polls the gate before each module and reads nothing from it. It continues on its own if the
+launcher ends. Only imports are held up, no other code.
 
 Imports neither torch nor Lightning.
 """
@@ -22,10 +22,10 @@ NO_GATE = -1
 
 
 class Standstill:
-    """The launcher's side; for any thread.
+    """The launcher's side; can be used in any thread.
 
     Attributes:
-        gate: The descriptor that those get who import.
+        gate: The descriptor that importing processes get.
     """
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ class Standstill:
         os.write(self._opens, b"\0")
 
     def begin(self, rank: int) -> None:
-        """A rank goes back to its fit; imports stand still until all of them are there, but not for long."""
+        """Pauses imports while this rank and others return to their fit, but only for a limited time."""
         with self._lock:
             if self._awaited:
                 return
@@ -48,7 +48,7 @@ class Standstill:
             self._end_in(IMPORTS_STAND_STILL_FOR_S)
 
     def end(self, rank: int) -> None:
-        """It is there, and about to make its first step; or it has ended."""
+        """Notes that a rank is in its fit, right before its first step, or that it has ended."""
         with self._lock:
             self._awaited.discard(rank)
             if rank in self._ranks:
@@ -57,7 +57,7 @@ class Standstill:
                     self._end_in(IMPORTS_GO_ON_AFTER_S)
 
     def wait_for(self, rank: int) -> None:
-        """The others wait for this one, which imports; nothing stands still until it is there."""
+        """Lets imports continue until this rank is in its fit: it imports, and the other ranks wait for it."""
         with self._lock:
             self._awaited.add(rank)
             self._cancel()
@@ -82,10 +82,10 @@ class Standstill:
 
 
 class _Stop:
-    """Waits at a gate before each import, as a finder that finds nothing.
+    """An import finder that finds nothing and waits at a gate before each import.
 
     Args:
-        gate: See :attr:`Standstill.gate`.
+        gate: The descriptor :attr:`Standstill.gate`.
     """
 
     def __init__(self, gate: int) -> None:
@@ -98,15 +98,15 @@ class _Stop:
         """Called when an import begins.
 
         Args:
-            name: Of the module.
+            name: The name of the module.
             path: Where its package lies.
             target: Unused.
         """
         if self._is_minded and not self._poll.poll(OPENED_WITHIN_S * 1000):
-            self._is_minded = False  # the launcher was stopped; who is asked meanwhile stays in the list
+            self._is_minded = False  # the launcher was stopped; Python iterates the list, so this finder stays in it
 
     def leave(self) -> None:
-        """Waits no more."""
+        """Waits at the gate no more."""
         if self in sys.meta_path:
             sys.meta_path.remove(self)
             os.close(self._gate)
@@ -116,10 +116,10 @@ _stop: _Stop | None = None
 
 
 def mind(gate: int) -> None:
-    """From here on imports of this process stand still when others need the cores.
+    """Makes the imports of this process wait, from here on, while other processes need the cores.
 
     Args:
-        gate: See :attr:`Standstill.gate`.
+        gate: The descriptor :attr:`Standstill.gate`, or :data:`NO_GATE`.
     """
     global _stop
     if gate != NO_GATE:
@@ -129,7 +129,7 @@ def mind(gate: int) -> None:
 
 
 def leave() -> None:
-    """Somebody waits for this process from here on, or it imports no more."""
+    """Ends the waiting at the gate: another process waits for this one from here on, or it imports no more."""
     global _stop
     stop, _stop = _stop, None
     if stop is not None:

@@ -28,7 +28,7 @@ def status(run_dir: str | os.PathLike[str], as_json: bool = False) -> str:
 
     Args:
         run_dir: The run directory.
-        as_json: Whether for programs, see :data:`.json_output.KEYS`.
+        as_json: Whether to return JSON for programs, see :data:`.json_output.KEYS`.
     """
     run_directory = RunDirectory(run_dir)
     found = _content(run_directory.path)
@@ -40,7 +40,7 @@ def status(run_dir: str | os.PathLike[str], as_json: bool = False) -> str:
 
 
 def progress_line(history: History) -> str:
-    """Where a run is, in a few words: ``step 1200 safe, restart 1 of 3, allocation 4``.
+    """How far a run is, in a few words: ``step 1200 safe, restart 1 of 3, allocation 4``.
 
     Args:
         history: The run's history.
@@ -57,18 +57,18 @@ def progress_line(history: History) -> str:
 
 
 State = Literal["running", "queued", "finished", "failed", "stopped", "unknown"]
-"""How a run stands. ``queued``: a scheduler has its job, and no nodes for it. ``stopped``: interrupted, or killed."""
+"""The state of a run. ``queued``: a scheduler has its job, but no nodes for it. ``stopped``: interrupted, or killed."""
 
 _WAITS = ("PENDING", "REQUEUED", "REQUEUE_HOLD")  # Slurm's names of states without nodes
 _STATES: dict[str | None, State] = {"finished": "finished", "failed": "failed", "halted": "failed"}
 
 
 class Standing(NamedTuple):
-    """How a run stands.
+    """The state of a run.
 
     Attributes:
-        state: In a word.
-        text: In words.
+        state: In one word.
+        text: In a few words.
     """
 
     state: State
@@ -81,10 +81,10 @@ class Standing(NamedTuple):
 
 
 def now(history: History, run_dir: Path) -> tuple[str, bool]:
-    """How a run with allocations stands, and whether it runs or waits for nodes.
+    """The state of a run with allocations in words, and whether it runs or waits for nodes.
 
     Args:
-        history: Its history.
+        history: The run's history.
         run_dir: The run directory.
     """
     found = standing(history.allocations[-1], run_dir)
@@ -92,10 +92,10 @@ def now(history: History, run_dir: Path) -> tuple[str, bool]:
 
 
 def standing(last: Allocation, run_dir: Path) -> Standing:
-    """How a run stands.
+    """The state of a run.
 
     Args:
-        last: Its last allocation.
+        last: The run's last allocation.
         run_dir: The run directory.
     """
     is_over = last.then == "end" or (last.exit_status == "finished" and last.then is None)
@@ -122,7 +122,7 @@ def standing(last: Allocation, run_dir: Path) -> Standing:
 
 
 def kept_lately(run_dir: Path) -> list[TimeSpent]:
-    """What watchdogs have kept of ranks that live, on whatever node.
+    """Recent time records that watchdogs have kept of living ranks, on any node.
 
     Args:
         run_dir: The run directory.
@@ -132,7 +132,7 @@ def kept_lately(run_dir: Path) -> list[TimeSpent]:
 
 
 def _queue_state(job_id: str) -> str | None:
-    """What a scheduler of this machine says about a job that is not over."""
+    """What a scheduler of this machine reports about a job that is not over; ``None``: nothing."""
     return next((state for kind in KINDS if (state := kind().queue_state(job_id)) is not None), None)
 
 

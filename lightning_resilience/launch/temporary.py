@@ -1,4 +1,4 @@
-"""The temporary folder of a launch, for its sockets; removed with the launch, as are those of dead launches."""
+"""The temporary folder of a launch, for its sockets; removed with the launch, as are the folders of dead launches."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 _SOCKET_PATH_BYTES = 107  # limit of the path of a Unix socket
-_LONGEST_NAME = "/_ft_launcher4194304_to_rmon.socket"  # of NVRx's
+_LONGEST_NAME = "/_ft_launcher4194304_to_rmon.socket"  # of NVRx's sockets
 
 
 @contextmanager
@@ -32,12 +32,12 @@ def launch_folder() -> Iterator[Path | None]:
 
 
 def keep_sockets_in(folder: str) -> None:
-    """Has the ``multiprocessing`` of this process, and of those that it starts, make its sockets in a folder.
+    """Makes ``multiprocessing`` create its sockets in a folder, in this process and in its child processes.
 
-    Data-loader workers have one each, which nobody removes when they are killed.
+    Each data-loader worker has such a socket, which nothing removes when the worker is killed.
 
     Args:
-        folder: That of the launch, which is removed with it.
+        folder: The folder of the launch, which is removed with the launch.
     """
     from multiprocessing.util import get_temp_dir  # torch imports it, but not every script does
 
@@ -56,7 +56,7 @@ def _make() -> tuple[Path | None, int]:
             shutil.rmtree(folder, ignore_errors=True)
         while True:
             made = Path(tempfile.mkdtemp(prefix=prefix, dir=where))
-            if (lock := _lock(made)) >= 0:  # else another launch, which starts now, has taken it for abandoned
+            if (lock := _lock(made)) >= 0:  # otherwise another launch that starts now has taken it for abandoned
                 return made, lock
     except OSError:
         if made is not None:
@@ -93,7 +93,7 @@ def _lock(folder: Path) -> int:
 
 
 def abandoned_folders() -> Iterator[Path]:
-    """The folders that killed launches of this user have left on this node, each locked until the next is asked for."""
+    """The folders that killed launches of this user left on this node; each is locked until the next is asked for."""
     prefix = _prefix()
     for folder in Path(_base(prefix)).glob(f"{prefix}*"):
         with suppress(OSError):

@@ -26,7 +26,7 @@ _SHOWN = ("step", "goal_step", "safe_step", "goodput", "worker_starts")
 
 
 def server() -> str | None:
-    """Where the progress of this TrainJob is reported to; ``None``: it is none, or its controller does not ask."""
+    """The URL to which progress is reported; ``None``: there is no TrainJob, or its controller does not ask."""
     names = (URL_VARIABLE, CA_CERT_VARIABLE, TOKEN_VARIABLE)
     return os.environ.get(URL_VARIABLE) if all(map(os.environ.get, names)) else None
 
@@ -35,23 +35,23 @@ class TrainJob:
     """Reports progress to the controller.
 
     Args:
-        clock: Gives seconds.
+        clock: Returns seconds.
     """
 
     name = "Kubeflow TrainJob"
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._first: tuple[float, float] | None = None  # when this launch has seen the first step, and which
+        self._first: tuple[float, float] | None = None  # when this launch saw its first step, and that step
 
     def show(self, figures: Figures) -> None:
-        """Reports them.
+        """Reports these metrics.
 
         Args:
             figures: The metrics.
 
         Raises:
-            OSError: If the controller does not take it.
+            OSError: If the controller does not accept them.
         """
         import ssl  # both take longer to import than the rest of a launcher
         from urllib.request import Request, urlopen
@@ -88,7 +88,7 @@ class TrainJob:
         step, goal = shown.get("step"), shown.get("goal_step")
         if step is None or goal is None:
             return status
-        status["progressPercentage"] = min(99, int(100 * step / max(goal, 1)))  # of 100 % it is known when it has ended
+        status["progressPercentage"] = min(99, int(100 * step / max(goal, 1)))  # 100 % only when the run has ended
         now = self._clock()
         begun, first = self._first = self._first or (now, step)
         if step > first:
@@ -97,4 +97,4 @@ class TrainJob:
         return status
 
     def end(self) -> None:
-        """Nothing is left to do."""
+        """Does nothing: nothing is left to do."""

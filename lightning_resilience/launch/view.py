@@ -32,8 +32,8 @@ def diagnoses(run_dir: str | os.PathLike[str], number: int | None = None, as_jso
 
     Args:
         run_dir: The run directory.
-        number: The hang in full, 1 is the oldest; default: the newest.
-        as_json: Whether for programs, see :data:`.json_output.KEYS`.
+        number: Which hang to show in full; 1 is the oldest. Default: the newest.
+        as_json: Whether to return JSON for programs, see :data:`.json_output.KEYS`.
     """
     directory = RunDirectory(run_dir).path
     folders = [path for path in sorted((directory / "diagnostics").glob("*")) if path.is_dir()]
@@ -70,7 +70,7 @@ def _read_verdict(folder: Path) -> Verdict | None:
 
 
 def _in_full(folder: Path) -> tuple[list[dict[str, Any]], str | None]:
-    """The ranks of a hang, those that are to blame first, and what is wrong with the files."""
+    """The ranks of a hang, culprits first, and what is wrong with the files, if anything."""
     try:
         evidence, verdict = read_evidence(folder), _read_verdict(folder)
         findings: dict[int, tuple[str, Finding]] = {}
@@ -122,13 +122,13 @@ def _ranks_of_hang(folder: Path, ranks: Sequence[dict[str, Any]], damage: str | 
 
 
 def ranks_now(run_dir: str | os.PathLike[str], as_json: bool = False) -> str:
-    """The state of the ranks of a run: on this node now, on others as their watchdogs have kept it last.
+    """The state of the ranks of a run: on this node now, on other nodes as their watchdogs have recorded it last.
 
-    Asks the worker servers of this node; a healthy rank does not wait.
+    Asks the worker servers of this node; a healthy rank does not wait for that.
 
     Args:
         run_dir: The run directory.
-        as_json: Whether for programs, see :data:`.json_output.KEYS`.
+        as_json: Whether to return JSON for programs, see :data:`.json_output.KEYS`.
     """
     directory = RunDirectory(run_dir).path
     here = [_rank_here(about, path) for about, path in _registered(directory)]
@@ -186,9 +186,9 @@ def _rank_here(about: dict[str, Any], path: Path) -> dict[str, Any] | None:
 
 
 def _ranks_elsewhere(run_dir: Path) -> Iterator[dict[str, Any]]:
-    """What was kept of ranks lately, the newest last."""
+    """The recent records of ranks, the newest last."""
     for event in sorted(kept_lately(run_dir), key=lambda event: event.time):
-        with suppress(IndexError, TypeError):  # not as this package writes it
+        with suppress(IndexError, TypeError):  # a record that this package would not write
             for index, rank in enumerate(event.ranks or ()):
                 since, seen = (event.since or ())[index], (event.ended or ())[index]
                 yield {
@@ -220,7 +220,7 @@ def watch(run_dir: str | os.PathLike[str], interval_s: float, as_json: bool = Fa
     Args:
         run_dir: The run directory.
         interval_s: Seconds between two prints.
-        as_json: Whether for programs: an object a line.
+        as_json: Whether to print JSON for programs, one object per line.
     """
     redraw = sys.stdout.isatty() and not as_json
     try:

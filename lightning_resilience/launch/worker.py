@@ -1,4 +1,4 @@
-"""What ``lightning-resilience launch`` starts on every rank: runs the user's script and records how it ended.
+"""The program that ``lightning-resilience launch`` starts as every rank: runs the script and records how it ended.
 
 Imports neither torch nor Lightning, so that signals are noticed from the script's first import on.
 """
@@ -56,7 +56,7 @@ from lightning_resilience.run.run_directory import (
 )
 
 JOB_ATTEMPT_VARIABLE = "LIGHTNING_RESILIENCE_JOB_ATTEMPT"
-"""Environment variable with the number of the job retry: 0 is the first job."""
+"""Environment variable with the number of the job retry; 0 is the first job."""
 
 _FLUSHED_WITHIN_S = 5.0
 
@@ -70,8 +70,8 @@ RESTARTS_SPENT = "restarts_spent"
 def main() -> None:
     """Runs ``[-m] script [args...]`` from the command line as ``__main__``."""
     redirect_streams()
-    signals.install(grace_period_s=signals.grace_period(0))  # that of the launch, however long it is
-    # Slurm sends the signal of a time limit to every process of the job. The launch makes SIGTERM of it.
+    signals.install(grace_period_s=signals.grace_period(0))  # the grace period of the launch, however long it is
+    # Slurm sends the signal of a time limit to every process of the job. The launch passes it on as SIGTERM.
     for signum in (signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(signum, signal.SIG_IGN)
     _nvrx.ignore_pynvml()
@@ -85,7 +85,7 @@ def main() -> None:
     ledger = Ledger(run_directory.ledger, rank=int(os.environ.get("RANK", "0")))
     if (line := membership.join()) is not None:
         line.begin_generation = functools.partial(_begin_generation, run_directory, ledger)
-    is_at_door = line is not None and line.is_at_door  # then it does the rest when it is taken in
+    is_at_door = line is not None and line.is_at_door  # such a rank does the rest when it is admitted
     if not is_at_door:
         _begin_watch(run_directory, ledger.rank or 0)
     if (count := end_what_earlier_ranks_left()) and os.environ.get("LOCAL_RANK", "0") == "0":
@@ -94,7 +94,7 @@ def main() -> None:
     fault: dict[str, Any] = {}
     first = newest(run_directory.path / "launches", FIRST)
     if first is not None and first.launch_id not in ("", os.environ.get(FIRST_LAUNCH_VARIABLE)):
-        sys.exit(0)  # another launch has taken the run over: to claim it back would end that one's workers
+        sys.exit(0)  # another launch has taken the run over: claiming it back would end that launch's workers
     _wait_for_other_nodes(run_directory)
     if not is_at_door:
         _end_if_restarts_are_spent(run_directory, ledger.rank or 0)
@@ -102,8 +102,8 @@ def main() -> None:
             _record_start(run_directory, ledger)
     history = read_history(run_directory.ledger)  # also: what this process records comes after it
     if (reason := history.why_not_again) is not None:
-        # On one node all find the same in the ledger. With several the first node's launch decides, for all, and ends
-        # this process: no rank begins what it would not finish.
+        # On one node all ranks find the same in the ledger. With several nodes the first node's launch decides for all
+        # ranks and ends this process, so that no rank begins something that it would not finish.
         if os.environ.get("GROUP_WORLD_SIZE", "1") == "1":
             _record_end(run_directory, ledger, Outcome("halted", reason), fault, command)
             sys.exit(0)
@@ -121,7 +121,7 @@ def main() -> None:
         elif exit_request.code is None or exit_request.code == 0:
             outcome = Outcome("finished", "the script ended by sys.exit")
         else:
-            reason = str(exit_request)  # an exception of ours that ends the process says why
+            reason = str(exit_request)  # an exception of this package that ends the process says why
             if reason == str(exit_request.code):
                 reason = f"the script ended by sys.exit({exit_request.code!r})"
             is_verdict = exit_request.code == exit_codes.TRY_ELSEWHERE
@@ -137,10 +137,10 @@ def main() -> None:
         fault = describe(error)
         show(error, run_directory.path / "errors", os.environ.get(FIRST_LAUNCH_VARIABLE, ""), ledger.rank or 0)
 
-    if os.getpid() != pid:  # a child that the script has forked ends for itself, and not for the run
+    if os.getpid() != pid:  # a child process that the script has forked ends for itself, and not for the run
         sys.exit(0 if outcome.status == "finished" else 1)
     unfinished = []
-    for fit in run_directory.fits:  # a fit's own word counts for more: a library may have swallowed its exception
+    for fit in run_directory.fits:  # a fit's own outcome takes precedence: a library may have swallowed its exception
         for said in (fit.outcome, fit.failed_start):
             if said is None or said.time < began:
                 continue
@@ -154,32 +154,31 @@ def main() -> None:
     _record_end(run_directory, ledger, outcome, fault, command)
     if outcome.status == "failed":
         _end_at_once()
-    sys.exit(0)  # the launcher would restart whatever does not end with 0
+    sys.exit(0)  # the launcher would restart a worker that ends with anything but 0
 
 
 def _end_at_once() -> NoReturn:
-    """Ends a failed worker, for whose end the restart waits, without clearing away what it has imported: over a second.
+    """Ends a failed worker without clearing away what it has imported: that takes over a second, and a restart waits.
 
-    As at every end of Python, threads that are no daemons are waited for, functions of ``atexit`` are called (those
-    that end child processes, too), and what was written to files that are open is passed on. What does not happen:
-    ``__del__`` of objects that are still there, destructors and ``atexit`` functions of C and C++, and the end of
-    daemon threads.
+    As at every end of Python, it waits for threads that are no daemons, calls the functions of ``atexit`` (also those
+    that end child processes), and flushes files that are open. What does not happen: ``__del__`` of objects that still
+    exist, destructors and ``atexit`` functions of C and C++, and the end of daemon threads.
     """
     for end in (threading._shutdown, atexit._run_exitfuncs):  # type: ignore[attr-defined]
         try:
             end()
-        except BaseException:  # of a function of the user's, or a signal: it ends all the same
+        except BaseException:  # from a function of the user's, or a signal: the process ends all the same
             traceback.print_exc()
     flush = threading.Thread(target=_flush_files, daemon=True)
     flush.start()
-    flush.join(_FLUSHED_WITHIN_S)  # nobody may read what a pipe holds, and storage hang
+    flush.join(_FLUSHED_WITHIN_S)  # a pipe may have no reader, and storage may hang
     os._exit(1)
 
 
 def _flush_files() -> None:
     buffered = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)
     for each in [sys.stdout, sys.stderr, *(each for each in gc.get_objects() if type(each) in buffered)]:
-        with suppress(Exception):  # it may be closed, or the disk full
+        with suppress(Exception):  # the file may be closed, or the disk full
             each.flush()
     with suppress(Exception):
         libc = ctypes.CDLL(None)
@@ -187,7 +186,7 @@ def _flush_files() -> None:
 
 
 def _begin_watch(run_directory: RunDirectory, rank: int) -> None:
-    """Has this rank watched from here on: a fit may never begin because one is stuck in an import or a rendezvous."""
+    """Has this rank watched from here on: a rank may never begin a fit because an import or a rendezvous is stuck."""
     limits, elastic_run_id = os.environ.get(SECTION_TIMEOUTS_VARIABLE), os.environ.get("TORCHELASTIC_RUN_ID")
     if sys.platform != "linux" or not limits or not elastic_run_id or os.environ.get(RECIPE_VARIABLE) == NO_RECIPE:
         return
@@ -198,29 +197,29 @@ def _begin_watch(run_directory: RunDirectory, rank: int) -> None:
     try:
         directory = node_directory(token, int(os.environ.get("GROUP_RANK", "0")))
         RankProbe(directory, rank, SectionTimeouts.parse(limits).by_section(), about, is_workers=True)
-        # The first one's affair, and another one's only if that has not, because it is stopped already.
+        # The watchdog is started by the first rank; by another one only if the first has not, since it is stopped.
         start_soon(directory, FIRST_STARTS_WATCHDOG_WITHIN_S + local_rank if local_rank else put_off_s())
     except OSError as error:
         log_line(f"Rank {rank} is not watched before its first fit ({error}).")
 
 
 def _begin_generation(run_directory: RunDirectory, ledger: Ledger) -> None:
-    """This process is in another generation of ranks: what a restarted one does, and what it records."""
+    """Called when this process enters another generation: does and records what a restarted process would."""
     redirect_streams()  # into the same attempt's logs as the replacement
     if (probe := probe_of_worker()) is not None:
-        probe.close()  # its watchdog ends with it: it watches the ranks of one start
+        probe.close()  # this ends its watchdog, which watches the ranks of one start
     ledger.rank = int(os.environ.get("RANK", "0"))
     _begin_watch(run_directory, ledger.rank or 0)
     try:
         _end_if_restarts_are_spent(run_directory, ledger.rank or 0)
     except SystemExit:
-        os._exit(0)  # the script has no part in it
+        os._exit(0)  # without the script: it has no part in this
     if ledger.rank == 0:
         _record_start(run_directory, ledger)
 
 
 def _wait_for_other_nodes(run_directory: RunDirectory) -> None:
-    """The elastic launcher has started this rank again with a node that is about to be excluded: the launch ends it."""
+    """Waits to be ended if the elastic launcher has restarted this rank with a node that is about to be excluded."""
     run_id = os.environ.get("TORCHELASTIC_RUN_ID")
     if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
         return
@@ -236,10 +235,10 @@ def _wait_for_other_nodes(run_directory: RunDirectory) -> None:
 
 
 def _end_if_restarts_are_spent(run_directory: RunDirectory, rank: int) -> None:
-    """Ends a rank that the elastic launcher has started again without progress too often: the launch goes on from here.
+    """Ends a rank that the elastic launcher has restarted without progress too often: the launch decides what follows.
 
-    Nothing is recorded of such a start: it is none of the job's. With several nodes rank 0 decides, and waits until its
-    launch ends it; on one node all ranks find the same, and the elastic launcher ends with them.
+    Such a start is not recorded, since it does not count for the job. With several nodes rank 0 decides, and waits
+    until its launch ends it. On one node all ranks find the same, and the elastic launcher ends with them.
     """
     info = job_info()
     several_nodes = info["nodes"] > 1
@@ -272,10 +271,10 @@ def _record_start(run_directory: RunDirectory, ledger: Ledger) -> None:
             **info,
         )
     )
-    # The elastic launcher has decided this, not the launch, which may end it here.
+    # The elastic launcher has decided on this restart, not the launch. The launch may end it here.
     earlier = sum(each.elastic_run_id == info["elastic_run_id"] for each in history.of(WorkersStart))
     grown = growths(history.of(RanksReplaced), info["elastic_run_id"])
-    restarts = max(info["restart_count"], earlier)  # a node does not count what has failed on another one only
+    restarts = max(info["restart_count"], earlier)  # a node does not count failures that only another node has seen
     restarts -= len(grown)
     if restarts and info["restart_count"] not in grown and history.why_not_again is None:
         cause = cause_of_end(history.events, info["elastic_run_id"])
@@ -291,10 +290,10 @@ def _record_end(
 ) -> None:
     elastic_run_id = os.environ.get("TORCHELASTIC_RUN_ID")
     if outcome.status == "failed":
-        ledger.catch_up()  # what is known of this group by now comes before its fault
+        ledger.catch_up()  # what is known of this group of workers so far comes before its fault
         restart_count = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
         ledger.record(Fault(**fault, reason=outcome.reason, elastic_run_id=elastic_run_id, restart_count=restart_count))
-    if ledger.rank != 0 or not run_directory.is_owned_here():  # a late process of an older attempt has no say
+    if ledger.rank != 0 or not run_directory.is_owned_here():  # a late process of an older attempt must not decide
         return
     details = {"command": command, "elastic_run_id": elastic_run_id}
     run_directory.outcome = replace(
@@ -304,7 +303,7 @@ def _record_end(
 
 
 def _run_script(command: list[str]) -> None:
-    """What ``python [-m] script args...`` does."""
+    """Does what ``python [-m] script args...`` does."""
     if command[0] == "-m":
         sys.argv = command[1:]
         runpy.run_module(command[1], run_name="__main__", alter_sys=True)
@@ -312,11 +311,11 @@ def _run_script(command: list[str]) -> None:
     sys.argv = command
     if not getattr(sys.flags, "safe_path", False):
         sys.path[0] = str(Path(command[0]).resolve().parent)
-    path = os.path.abspath(command[0])  # what is found from __file__ is found after a chdir, too
-    if not path.endswith(".py"):  # a folder or an archive with a __main__.py in it, say
+    path = os.path.abspath(command[0])  # so that files located from __file__ are found after a chdir, too
+    if not path.endswith(".py"):  # for example a folder or an archive with a __main__.py in it
         runpy.run_path(path, run_name="__main__")
         return
-    # Not by runpy, which takes the path for sys.argv[0] too. That is as it was given.
+    # Not by runpy, which sets sys.argv[0] to the path, too. It must stay as the user gave it.
     with io.open_code(path) as file:
         code = compile(file.read(), path, "exec", dont_inherit=True)
     module = sys.modules["__main__"] = types.ModuleType("__main__")

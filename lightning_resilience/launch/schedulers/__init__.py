@@ -1,4 +1,4 @@
-"""The batch systems that the launcher knows. Another one needs a file in this folder, and its class in ``KINDS``."""
+"""The batch systems that the launcher knows. A further one needs a file in this folder, and its class in ``KINDS``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the launcher asks a batch system. Imports nothing but the standard library."""
+"""The interface to a batch system: what the launcher asks a scheduler. Imports only the standard library."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ SHORTEST_GRACE_S = 10
 """Seconds that the workers must have to save, at least."""
 
 PORTS = range(20000, 32000)
-"""Where the nodes of a job meet: below the ports that Linux gives to connections."""
+"""The ports at which the nodes of a job meet: below the ports that Linux gives to connections."""
 
 REQUEUE_EVERY_S = 10
 """Seconds between two attempts to requeue a job."""
 
 REQUEUE_WITHIN_S = 600
-"""Seconds after which a job that cannot be requeued ends, and also how long one waits for its end after a requeue."""
+"""Seconds after which a job that cannot be requeued ends, and how long a requeued one waits to be ended."""
 
 
 @dataclass(frozen=True)
 class JobStatus:
-    """What the scheduler says about the job of this process.
+    """What the scheduler reports about the job of this process.
 
     Args:
-        is_cancelled: Whether a person has cancelled it. It must not be requeued.
-        is_requeued: Whether it has been requeued since this process started.
-        is_preempted: Whether it gives way to another job.
+        is_cancelled: Whether a person has cancelled the job. It must not be requeued.
+        is_requeued: Whether the job has been requeued since this process started.
+        is_preempted: Whether the job gives way to another one.
         ends_at: When the time limit ends it, in seconds since the epoch; ``None``: unknown, or there is no limit.
     """
 
@@ -46,9 +46,9 @@ class JobStatus:
 
 
 class Scheduler:
-    """The answers where there is no scheduler; a batch system overrides what it knows.
+    """The answers without a scheduler; the class of a batch system overrides what it knows better.
 
-    An instance speaks for the job of this process. A call that fails or does not answer within a minute counts as if
+    An instance is about the job of this process. A call that fails or does not answer within a minute counts as if
     nothing was known.
 
     Attributes:
@@ -57,7 +57,7 @@ class Scheduler:
         job_id: The id of the job, the same after a requeue; ``None`` outside of a job.
         restart_count: How often the job has been requeued.
         num_nodes: How many nodes the job has.
-        node_rank: Which of the job's nodes this is; ``None``: they are not numbered.
+        node_rank: The number of this node in the job; ``None``: its nodes are not numbered.
     """
 
     name = ""
@@ -78,11 +78,11 @@ class Scheduler:
         return []
 
     def run_on_every_node(self) -> tuple[list[str], dict[str, str]]:
-        """What stands before a command that is to run once on every node of the job, and its environment."""
+        """The words before a command that make it run once on every node of the job, and their environment."""
         return [], dict(os.environ)
 
     def status(self) -> JobStatus:
-        """What the scheduler says about the job now."""
+        """The job's status now."""
         return JobStatus()
 
     def lost_nodes(self) -> list[str]:
@@ -90,7 +90,7 @@ class Scheduler:
         return []
 
     def usable_nodes(self) -> list[str] | None:
-        """The nodes that the job could be given; ``None``: unknown, or it asks for certain ones."""
+        """The nodes that the job could be given; ``None``: unknown, or the job asks for certain nodes."""
         return None
 
     def excluded_nodes(self) -> list[str] | None:
@@ -98,21 +98,21 @@ class Scheduler:
         return None
 
     def exclude(self, nodes: Sequence[str]) -> str | None:
-        """Sets which nodes the job must not be given, after it was requeued.
+        """Sets the nodes that the job must not be given; called after the job was requeued.
 
         Args:
             nodes: Their names.
 
         Returns:
-            Why not, if they could not be excluded.
+            Why they could not be excluded, if so.
         """
         return "there is no scheduler"
 
     def requeue(self) -> str | None:
-        """Requeues the job. The scheduler ends this process then, which must wait for it.
+        """Requeues the job. The scheduler then ends this process, which must wait for that.
 
         Returns:
-            Why not, if it could not be requeued.
+            Why the job could not be requeued, if so.
         """
         return "there is no scheduler"
 
@@ -134,7 +134,7 @@ class Scheduler:
         return False
 
     def queue_state(self, job_id: str) -> str | None:
-        """What the scheduler's list of jobs says about one, in a line; ``None`` if it is not in it.
+        """A line about a job from the scheduler's list of jobs; ``None`` if the list does not have it.
 
         Args:
             job_id: Its id.
@@ -147,7 +147,7 @@ class Scheduler:
         """Adds the options that only this scheduler has to its subcommand.
 
         Args:
-            parser: That of the subcommand.
+            parser: The parser of the subcommand.
         """
 
     def batch_script(

@@ -1,7 +1,7 @@
 """Everything that the launcher knows about Slurm: the facts of a job, the commands, and the batch script.
 
-Slurm keeps id, options and priority of a requeued job. It changes the list of excluded nodes of a pending job only. A
-job is pending as soon as Slurm has agreed to requeue it, and its processes live for some time after that.
+Slurm keeps id, options and priority of a requeued job. It changes the list of excluded nodes only of a pending job. A
+job is pending as soon as Slurm has agreed to requeue it; its processes live for some time after that.
 
 Imports neither torch nor Lightning.
 """
@@ -36,16 +36,16 @@ from lightning_resilience.launch.schedulers.base import (
 )
 from lightning_resilience.run import exit_codes
 
-# No node is ended because another one has: the launches tell each other. Each may use all cores of the job.
+# No node is ended because another one has: the launches inform each other. Each may use all cores of the job.
 SRUN_OPTIONS = ("--kill-on-bad-exit=0", "--wait=0", "--cpu-bind=none")
 
 HEAD_NODE_VARIABLE = "LIGHTNING_RESILIENCE_HEAD_NODE"
-"""Environment variable in which :func:`requeue_trap` tells :func:`launch_step` the address of the first node."""
+"""Environment variable in which :func:`requeue_trap` gives :func:`launch_step` the address of the first node."""
 
 _COMMAND_TIMEOUT_S = 60.0
 _SUBMIT_TIMEOUT_S = 120.0
 _BEGIN_TRIES = 3
-_SIGNAL_EARLY_S = 60  # Slurm checks time limits only now and then, and sends the signal up to so much too early
+_SIGNAL_EARLY_S = 60  # Slurm checks time limits only now and then, and sends the signal up to this much too early
 _OPTION_NAME = re.compile(r"--(?P<long>[A-Za-z-]+)|-(?P<short>[A-Za-z])")
 _OWN_OPTIONS = (
     *("nodes", "N", "ntasks", "n", "ntasks-per-node", "signal", "requeue", "no-requeue", "open-mode", "output", "o"),
@@ -61,13 +61,13 @@ class SlurmInfo:
         job_id: The job's id; a requeued job keeps it.
         job_name: The job's name.
         node_list: The nodes in Slurm's own notation, such as ``node[01-04]``.
-        num_nodes: How many nodes.
+        num_nodes: How many nodes the job has.
         ntasks_per_node: Tasks on this node.
-        node_rank: Which of the nodes this is.
+        node_rank: The number of this node in the job.
         restart_count: How often the job has been requeued.
-        partition: Its partition.
-        array_job_id: The id of the job array it belongs to.
-        array_task_id: Its index in that array.
+        partition: The job's partition.
+        array_job_id: The id of the job array to which the job belongs.
+        array_task_id: The job's index in that array.
     """
 
     job_id: str
@@ -118,7 +118,7 @@ def get_slurm_info(environment: Mapping[str, str] | None = None) -> SlurmInfo | 
 
 
 def _on_node(counts: str | None, node_rank: int) -> int | None:
-    """What ``counts`` says about one node. Slurm writes ``2(x3),1`` for 2, 2, 2 and 1."""
+    """The entry of ``counts`` for one node. Slurm writes ``2(x3),1`` for 2, 2, 2 and 1."""
     first = 0
     for part in (counts or "").split(","):
         match = re.fullmatch(r"([0-9]+)(?:\(x([0-9]+)\))?", part.strip())
@@ -134,7 +134,7 @@ def run_slurm(*command: str) -> subprocess.CompletedProcess[str]:
     """Runs a command of Slurm, for a minute at most.
 
     Args:
-        command: Its name and arguments.
+        command: Name and arguments of the command.
 
     Returns:
         The result. A command that is missing or does not answer counts as failed, with the reason as its error output.
@@ -145,7 +145,7 @@ def run_slurm(*command: str) -> subprocess.CompletedProcess[str]:
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            errors="replace",  # names are in whatever their users write
+            errors="replace",  # names may be in any encoding
             timeout=_COMMAND_TIMEOUT_S,
             check=False,
             env=os.environ | {"SLURM_TIME_FORMAT": "standard"},  # which a user may have set to another
@@ -161,7 +161,7 @@ def show_job(job_id: str) -> dict[str, str]:
         job_id: Its id.
     """
     shown = run_slurm("scontrol", "--oneliner", "show", "job", job_id)
-    # Comments are anybody's text, and come behind all that is read here.
+    # Comments are text of any user, and come after all fields that are read here.
     fields = re.split(r"\s[A-Za-z]*Comment=", shown.stdout)[0] if shown.returncode == 0 else ""
     return dict(re.findall(r"(?:^|\s)([A-Za-z]+)=(\S*)", fields))
 
@@ -232,7 +232,7 @@ class Slurm(Scheduler):
         restarts = job.get("Restarts", "")
         is_requeued = restarts.isdecimal() and int(restarts) > self.restart_count
         is_preempted = _time_of(job.get("PreemptTime")) is not None
-        # While its processes are still there, Slurm says of every job that it ends only that it is completing.
+        # While the processes of a job still exist, Slurm reports of every job that it ends only that it is completing.
         if job.get("JobState") != "COMPLETING" or is_requeued or is_preempted:
             is_cancelled = job.get("JobState", "").startswith("CANCELLED")
         else:
@@ -327,7 +327,7 @@ class Slurm(Scheduler):
                 ["sbatch", "--parsable", str(script)],
                 capture_output=True,
                 text=True,
-                errors="replace",  # names are in whatever their users write
+                errors="replace",  # names may be in any encoding
                 timeout=_SUBMIT_TIMEOUT_S,
                 check=False,
             )
@@ -372,27 +372,28 @@ def _time_of(text: str | None) -> float | None:
 
 @dataclass(frozen=True)
 class BatchScript:
-    """The batch script of ``lightning-resilience slurm``: short, because all decisions are taken in ``batch_job``.
+    """The batch script of ``lightning-resilience slurm``. It is short, because ``batch_job`` makes all decisions.
 
     Args:
         launch: The arguments of ``launch``, without ``--run-dir``, nodes and the grace period.
         run_dir: The run directory.
-        directory: Where the job runs.
+        directory: The working directory of the job.
         nodes: How many nodes.
         job_name: The job's name.
-        time: The time limit in Slurm's notation; ``None``: that of the partition.
+        time: The time limit in Slurm's notation; ``None``: the partition's.
         gpus_per_node: GPUs of each node; ``None``: none are asked for.
         partition: The partition; ``None``: Slurm's default.
         account: The account; ``None``: the user's default.
         sbatch: Further options of sbatch, each ``--name=value``.
         env_setup: Lines for the shell before anything is started.
-        preempt_time_s: Seconds from SIGTERM to the time limit, at least.
-        grace_period_s: Seconds that the workers have to save after SIGTERM; ``None``: 10 s less than that.
+        preempt_time_s: Minimum number of seconds from SIGTERM to the time limit.
+        grace_period_s: Seconds that the workers have to save after SIGTERM; ``None``: 10 s less than
+            ``preempt_time_s``.
         max_requeues: How often the job may be requeued.
         python: The interpreter on the nodes.
 
     Raises:
-        ValueError: If the arguments cannot work together, with the reason.
+        ValueError: If the arguments cannot work together; its message is the reason.
     """
 
     launch: Sequence[str]
@@ -495,10 +496,10 @@ class BatchScript:
 
 
 def preempt_time_problem(seconds: int) -> str | None:
-    """What is wrong with the time between the signal and the time limit, if anything.
+    """What is wrong with the time between the signal and the time limit; ``None``: nothing.
 
     Args:
-        seconds: How long before the time limit Slurm sends the signal, at least.
+        seconds: Minimum number of seconds before the time limit at which Slurm sends the signal.
     """
     least = SHORTEST_GRACE_S + AFTER_GRACE_S
     if least <= seconds <= 65535:
@@ -510,15 +511,15 @@ def signal_option(seconds: int, signum: signal.Signals = signal.SIGTERM) -> str:
     """The value of sbatch's ``--signal``.
 
     Args:
-        seconds: How long before the time limit Slurm sends the signal, at least.
+        seconds: Minimum number of seconds before the time limit at which Slurm sends the signal.
         signum: The signal.
     """
-    # Without "B:" the signal goes to the processes of the steps, as that of a preemption does.
+    # Without "B:" the signal goes to the processes of the steps, as the signal of a preemption does.
     return f"{signum.name.removeprefix('SIG')}@{seconds}"
 
 
 def _quoted(option: str) -> str:
-    """An option as the user has written it, its value in quotes if it needs them."""
+    """An option as the user has written it, with its value in quotes if it needs them."""
     name, equals, value = option.partition("=")
     return _option(name.removeprefix("--"), value) if equals and name.startswith("--") else option
 
@@ -535,7 +536,7 @@ def seconds_of(time: str) -> int | None:
         time: ``minutes``, ``minutes:seconds``, ``hours:minutes:seconds``, ``days-hours``, and so on.
 
     Raises:
-        ValueError: If it is none.
+        ValueError: If the text is no such time limit.
     """
     if time.upper() in ("UNLIMITED", "INFINITE", "0"):
         return None
@@ -552,8 +553,8 @@ def seconds_of(time: str) -> int | None:
     return ((int(match["days"] or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
-# A job whose batch script and srun another program makes, and on whose first node this package need not be installed:
-# NeMo-Run runs a container on every node, and scontrol is outside of it. What `batch_job` does is done in bash there.
+# Below: for a job whose batch script and srun another program makes, and on whose first node this package need not be
+# installed. NeMo-Run runs a container on every node, without scontrol in it. So bash does the work of `batch_job`.
 
 _LAUNCH_STEP = """\
 if [ "${{SLURM_JOB_NUM_NODES:-1}}" -gt 1 ]; then
@@ -620,7 +621,7 @@ def launch_step(launch: str, verdict: str) -> str:
     """Bash for a step on every node: runs a launch, and writes on the first node how it has ended.
 
     Args:
-        launch: The shell command; ``"${command[@]}"`` in it are the arguments of ``launch``, an array that is set
+        launch: The shell command; it contains ``"${command[@]}"``, the arguments of ``launch``, an array that is set
             before.
         verdict: Path of the file for its exit code, the same inside and outside of a container.
     """
@@ -636,11 +637,11 @@ def launch_step(launch: str, verdict: str) -> str:
 def requeue_trap(verdict: str, head_node_ip: str, max_requeues: int) -> str:
     """Bash for the beginning of a batch script: requeues or ends the job by what :func:`launch_step` has written.
 
-    :data:`.exit_codes.BATCH_JOB` holds the rules. A launch that never began is requeued twice in a row at most.
+    :data:`.exit_codes.BATCH_JOB` holds the rules. A launch that does not begin is requeued at most twice in a row.
 
-    SIGTERM to the batch shell itself means that Slurm ends the job and everything in it: it is cancelled,
-    its time is up, or its nodes are taken away. Then nothing is decided here; Slurm requeues a job whose nodes it took
-    itself.
+    SIGTERM to the batch shell itself means that Slurm ends the job and everything in it: the job is cancelled, its time
+    is up, or its nodes are taken away. In that case the script decides nothing. Slurm itself requeues a job whose nodes
+    it took.
 
     Args:
         verdict: Path of the file.
