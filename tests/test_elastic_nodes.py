@@ -26,7 +26,7 @@ import torch
 from lightning_resilience.checkpoint.generations import rank_locations
 from lightning_resilience.fit import last_boundary
 from lightning_resilience.fit.last_boundary import ranks_to_save
-from lightning_resilience.launch import follower, loss_policy, node_line, nodes
+from lightning_resilience.launch import follower, node_line, nodes
 from lightning_resilience.launch.channel import Channel
 from lightning_resilience.launch.elastic import Supervisor
 from lightning_resilience.launch.follower import FirstNodeLost, Follower
@@ -305,7 +305,7 @@ def test_what_ranks_of_another_node_have_said_before_a_death_is_heard(
 
     monkeypatch.setattr(Follower, "_act", act)
     monkeypatch.setattr(deadlines, "DIE_TOGETHER_WITHIN_S", 0.0)
-    monkeypatch.setattr(loss_policy, "_HEARD_WITHIN_S", 30.0)  # this one may be slow, too
+    monkeypatch.setattr(deadlines, "WORDS_HEARD_WITHIN_S", 30.0)  # this one may be slow, too
     script = """
         ready(saved=False)
         if rank == 2:

@@ -40,7 +40,6 @@ from lightning_resilience.run import deadlines, exit_codes
 _OVER = ("done", "needs_all")
 """States of a rank whose fit has ended."""
 _POLL_S = 0.5
-_HEARD_WITHIN_S = 0.5
 _HEARD_POLL_S = 0.001
 
 WhenLost = Literal["hold", "go_on"]
@@ -239,7 +238,7 @@ class LossPolicy:
         together_s = deadlines.HUNG_DIE_TOGETHER_WITHIN_S if are_hung else deadlines.DIE_TOGETHER_WITHIN_S
         until = self._lost_at + together_s
         self.wakes_at = max(until, now + _HEARD_POLL_S)
-        return now >= until and (all_is_heard or now >= self._lost_at + _HEARD_WITHIN_S)
+        return now >= until and (all_is_heard or now >= self._lost_at + deadlines.WORDS_HEARD_WITHIN_S)
 
     def _check_replacement(self, now: float, seconds: float) -> None:
         """Checks whether the ranks of a new generation have come together, or never will."""
