@@ -598,14 +598,18 @@ class Module(L.LightningModule):
             for seed in (random.seed, np.random.seed, torch.manual_seed):
                 seed(100 + self.trainer.global_rank)
 
+    def teardown(self, stage: str) -> None:
+        if hasattr(self, "hook"):
+            self.hook.remove()
+
     def on_train_start(self) -> None:
         if self.config["draws_at_start"]:
             torch.rand(3)
         if any(event["at"] == "backward" for event in self.config["events"]):  # when other layers have their gradients
             if self.config["sharded"]:  # FSDP2 has no hooks of parameters called
-                self.net[2].register_full_backward_hook(lambda *_: self.happens("backward"))
+                self.hook = self.net[2].register_full_backward_hook(lambda *_: self.happens("backward"))
             else:
-                self.net[0].weight.register_hook(lambda gradient: self.happens("backward"))
+                self.hook = self.net[0].weight.register_hook(lambda gradient: self.happens("backward"))
         if any(event["at"] == "optimizer" for event in self.config["events"]):  # when it has changed the parameters
             optimizer = self.trainer.optimizers[0]
             optimizer.register_step_post_hook(lambda *step: self.happens("optimizer"))

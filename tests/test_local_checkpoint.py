@@ -554,7 +554,7 @@ HARMS: dict[str, tuple[Callable[[Path], None], int, str]] = {
     "a flipped bit": (flip, 9, "damaged"),
     "truncated": (truncate, 9, "truncated"),
     "empty": (lambda path: path.write_bytes(b""), 9, "empty"),
-    "a pickle": (plant_pickle, 9, "no shard"),
+    "a pickle": (plant_pickle, 9, "not a shard"),
     "swapped with the oldest": (swap_with_older, 9, "step is 6, not 12"),
     "an older one": (replace_by_older, 9, "step is 6, not 12"),
     "of another rank": (of_another(part="rank-00001"), 9, "part is 'rank-00001'"),

@@ -1389,7 +1389,7 @@ def test_a_stop_that_was_asked_of_a_rank_is_not_forgotten_when_it_is_lost(tmp_pa
     assert replaced(config) == [[1]], output.read_text()
     outcome = RunDirectory(config["run_dir"]).fit(0).outcome
     assert outcome is not None
-    assert (outcome.status, outcome.step) == ("interrupted", 15)
+    assert (outcome.status, outcome.step) in (("interrupted", 15), ("interrupted", 16))
     assert finish(start(launch, output), output) == 0, output.read_text()
     assert (result(config), samples(config)) == undisturbed(tmp_path, **options)
 

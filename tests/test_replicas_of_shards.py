@@ -327,7 +327,9 @@ def test_a_rank_whose_shard_is_not_that_of_the_other_groups_is_found(
     # On a busy machine the next comparison may find it again before the run goes back.
     expected = [[[1, 5], [3]], [[2, 4], [0]]] if groups > 2 else [[[1], [3]], [[0], [2]]]
     assert [found for found, _ in groupby(differ)] == expected, output
-    assert ("rank 3 holds another state than the other 2" if groups > 2 else "ranks 1 and 3 hold different") in output
+    assert (
+        "rank 3 holds a different state than the other 2" if groups > 2 else "ranks 1 and 3 hold different"
+    ) in output
     back = [each["step"] for each in read_ledger(ledger) if each["event"] == "went_back"]
     assert len(back) == 2, output
     wanted, steps = undisturbed(tmp_path, groups, **options)

@@ -118,7 +118,7 @@ def test_a_launch_that_was_taken_for_dead_ends_and_does_not_take_the_run_back(la
     wait_until(lambda: all(map(has_ended, processes_of(launch_id))))
     first.send_signal(signal.SIGCONT)
     assert first.wait(PATIENCE_S) == 1
-    assert f"elsewhere has taken {launcher.run_directory.path} over" in launcher.stderr(0)
+    assert f"elsewhere has taken over {launcher.run_directory.path}" in launcher.stderr(0)
     assert not processes_of(launch_id)
 
     assert launcher.run_directory.attempt == attempt
