@@ -88,10 +88,10 @@ GUARDS = [
     Guard(
         "restarted ranks are judged before their first step",
         "fit/hang_watch.py",
-        '''        """Training begins."""
+        '''        """Called when training begins."""
         self._judge_node()
 ''',
-        '''        """Training begins."""
+        '''        """Called when training begins."""
 ''',
         "tests/test_fault_tolerance.py::test_a_sick_node_is_named_before_it_joins",
     ),
@@ -1874,8 +1874,8 @@ GUARDS = [
     Guard(
         "all ranks evaluate the same weights",
         "fit/exchanges.py",
-        '        """All ranks evaluate the same weights."""\n        self._exchange_or_meet()\n',
-        '        """All ranks evaluate the same weights."""\n',
+        '        """Exchanges, so that all ranks evaluate the same weights."""\n        self._exchange_or_meet()\n',
+        '        """Exchanges, so that all ranks evaluate the same weights."""\n',
         "tests/test_local_sgd.py::test_ranks_train_apart_and_meet",
     ),
     Guard(
