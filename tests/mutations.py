@@ -2075,6 +2075,77 @@ GUARDS = [
         "",
         "tests/test_replacement.py::test_the_connections_that_are_cut_at_a_loss_are_known_whatever_gloo_is_told",
     ),
+    Guard(
+        "elastic: a survivor draws before its training what a new process draws",
+        "_lightning/lightning_reentry.py",
+        "data_position.set_random_state(self._random_state, _CPU)\n",
+        "pass\n",
+        "tests/test_replacement.py::test_a_survivor_begins_the_fit_with_what_a_replacement_has",
+    ),
+    Guard(
+        "elastic: a survivor whose hooks were added twice is restarted with all ranks",
+        "fit/reentry.py",
+        "if hooks != before:",
+        "if False:",
+        "tests/test_replacement.py::test_what_the_script_does_before_the_training_is_the_same_in_a_survivor",
+    ),
+    Guard(
+        "elastic: passes of absent ranks leave no trace in buffers that a callback has replaced",
+        "fit/absent_ranks.py",
+        "if self._begun is None:  #",
+        "if not self._buffers:  #",
+        "tests/test_absent_ranks.py"
+        "::test_statistics_that_a_callback_renews_for_an_epoch_are_right_while_a_rank_is_absent",
+    ),
+    Guard(
+        "elastic: nobody waits for a replacement that has failed",
+        "launch/loss_policy.py",
+        "self._ranks.close_stores()",
+        "pass",
+        "tests/test_replacement.py::test_nobody_waits_in_the_store_for_a_replacement_that_has_failed",
+    ),
+    Guard(
+        "elastic: a restart for another fit needs no budget",
+        "launch/loss_policy.py",
+        "is_free or self.restarts < self._max_restarts",
+        "self.restarts < self._max_restarts",
+        "tests/test_going_on.py::test_a_restart_for_another_fit_needs_no_budget",
+    ),
+    Guard(
+        "elastic: nobody is started when the fit is over",
+        "launch/newcomers.py",
+        "self.away.clear()\n",
+        "pass\n",
+        "tests/test_going_on.py::test_nobody_is_started_on_a_node_that_is_back_when_the_fit_is_over",
+    ),
+    Guard(
+        "elastic: a buffer that cannot be noted is named",
+        "fit/last_boundary.py",
+        "if not value.is_contiguous():",
+        "if False:",
+        "tests/test_last_boundary.py::test_what_is_not_known_in_a_step_is_refused_at_the_start",
+    ),
+    Guard(
+        "what a rollback has undone is not answered",
+        "fit/numerics_policy.py",
+        "if not self._still_holds(event) or window in self._answered:",
+        "if window in self._answered:",
+        "tests/test_nan_guard.py::test_what_was_undone_by_a_rollback_is_not_answered",
+    ),
+    Guard(
+        "a bad step that is answered holds no saves any more",
+        "fit/numerics_policy.py",
+        "self._unanswered.discard(window)",
+        "pass",
+        "tests/test_reruns.py::test_each_bad_step_is_tried_elsewhere_for_itself",
+    ),
+    Guard(
+        "an epoch that the module cuts short does not move the steps that are logged later",
+        "fit/restore.py",
+        "lightning_progress.count_batches_left_out(self.fit.trainer)",
+        "pass",
+        "tests/test_exact_resume_edges.py::test_an_epoch_that_the_module_cuts_short_does_not_move_later_steps",
+    ),
 ]
 
 

@@ -6,6 +6,7 @@ Ranks 0 and 1 are one node, 2 and 3 the other; each scenario is a function that 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import random
 import signal
@@ -464,12 +465,19 @@ def missing_files(rank: int) -> Any:
 
 @scenario
 def nowhere_to_put(rank: int) -> Any:
+    module._CHUNK = PIECE
+    said: list[str] = []
+    monitor = logging.Handler()
+    monitor.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    module.log.addHandler(monitor)
+
     def refuse(transfer: Transfer) -> torch.Tensor:
         if transfer.shard == "full":
             raise OSError(28, "No space left on device")
         return torch.empty(transfer.size - (transfer.shard == "small"), dtype=torch.uint8)
 
-    return brought(rank, plan(rank, [(0, 2, part, 9000) for part in ("full", "small", "fits")]), 0, reserve=refuse)
+    parts = ("full", "small", "fits")
+    return brought(rank, plan(rank, [(0, 2, part, 20 * PIECE) for part in parts]), 0, reserve=refuse), said
 
 
 @scenario

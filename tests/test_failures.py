@@ -247,6 +247,15 @@ def test_of_a_lost_peer_a_line_is_shown_and_the_traceback_kept(
     assert "Traceback" in kept.read_text()
 
 
+def test_of_each_lost_peer_the_same_line_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for rank in (0, 1, 0):
+        show(RuntimeError(GLOO), tmp_path, "launch", rank)
+    shown = capsys.readouterr().err.splitlines()
+    assert len(shown) == 3
+    for rank, line in zip((0, 1, 0), shown, strict=True):
+        assert f"Rank {rank} has lost the connection to another rank (Connection reset by peer)" in line
+
+
 @pytest.mark.parametrize(("world_size", "who"), [(2, "rank 1"), (3, "a worker")])
 def test_the_one_rank_that_has_said_nothing_was_killed(world_size: int, who: str) -> None:
     ids = {"elastic_run_id": "job", "restart_count": 2}

@@ -512,6 +512,19 @@ def test_newcomers_that_are_taken_in_when_the_fit_is_over_are_turned_away() -> N
     assert run.started == [], "nobody is started again"
 
 
+def test_nobody_is_started_on_a_node_that_is_back_when_the_fit_is_over() -> None:
+    run = Run(size=4)
+    run.away = {2, 3}
+    run.lose(2, 3)
+    run.come_together()
+    for rank in (0, 1):
+        run.say(rank, "done")
+    run.step()
+    run.away = set()
+    run.step(1.0)
+    assert not run.started
+
+
 def test_a_restart_of_all_begins_with_all_ranks() -> None:
     run = Run()
     run.lose(1)
@@ -550,6 +563,22 @@ def test_all_are_restarted_when_all_that_are_left_need_all_for_another_fit(lines
     assert run.started == [[0, 1, 2]]
     assert run.recorded[-1] == ([], [0, 1, 2], []), "no failure"
     assert run.policy.result is None
+
+
+def test_a_restart_for_another_fit_needs_no_budget() -> None:
+    run = Run(max_restarts=1)
+    run.lose(1)
+    run.come_together()
+    for rank in (0, 2):
+        run.say(rank, "done")
+        needs_all(run, rank)
+    run.step()
+    assert run.told[-1] == ([0, 1, 2], "restart")
+    for rank in range(3):
+        run.policy.ended(rank, 0)
+    run.step()
+    assert run.started == [[0, 1, 2]]
+    assert (run.policy.result, run.policy.restarts) == (None, 1)
 
 
 def test_who_needs_all_has_ended_its_fit(lines: list[str]) -> None:

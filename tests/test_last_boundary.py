@@ -449,6 +449,11 @@ def test_what_is_not_known_in_a_step_is_refused_at_the_start(train: Callable[...
             super().__init__()
             self.gathered = CatMetric()
 
+    class Turned(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("turned", torch.ones(2, 3).T)
+
     class Counts(L.Callback):
         def state_dict(self) -> dict[str, Any]:
             return {"seen": 3}
@@ -466,6 +471,7 @@ def test_what_is_not_known_in_a_step_is_refused_at_the_start(train: Callable[...
 
     train(1, refused("Keeps saves its own state"), Keeps())
     train(1, refused("gathered.value is a list"), Gathers())
+    train(1, refused("turned is not contiguous"), Turned())
     train(1, refused("Counts saves its own state"), callbacks=[Counts()])
     train(1, refused("Stateful saves its own state"), data=Stateful)
 

@@ -337,6 +337,11 @@ def test_an_abort_that_fails_is_told(
     backend.may_end.set()
 
 
+def test_a_group_that_is_closed_meanwhile_has_no_backends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)  # as it was a moment before
+    assert group._backends() == {}
+
+
 def test_gloo_is_not_aborted(backends: dict[str, Backend]) -> None:
     backends["gloo"] = backend = Backend()
     own = DefaultGroup()
@@ -787,6 +792,11 @@ def test_a_rank_whose_fit_ends_as_another_one_dies_is_not_awaited_for_long(state
     for now in (2.0, deadlines.SURVIVORS_LEAVE_WITHIN_S + 2.0):
         policy.step(now, all_is_heard=True)
     assert ranks.told == ["replace", "restart"]
+
+
+def test_where_a_rank_has_failed_is_not_said_since_nobody_knows() -> None:
+    """It may not have begun its fit."""
+    assert how_ended(3) == "ended with exit code 3"
 
 
 def test_a_rank_that_is_killed_is_replaced_and_one_that_fails_is_not() -> None:
@@ -1389,7 +1399,7 @@ def test_a_stop_that_was_asked_of_a_rank_is_not_forgotten_when_it_is_lost(tmp_pa
     assert replaced(config) == [[1]], output.read_text()
     outcome = RunDirectory(config["run_dir"]).fit(0).outcome
     assert outcome is not None
-    assert (outcome.status, outcome.step) in (("interrupted", 15), ("interrupted", 16))
+    assert (outcome.status, outcome.step) == ("interrupted", 15)
     assert finish(start(launch, output), output) == 0, output.read_text()
     assert (result(config), samples(config)) == undisturbed(tmp_path, **options)
 

@@ -309,7 +309,10 @@ def test_files_that_are_not_there_any_more(job: Job) -> None:
 
 
 def test_no_memory_at_the_destination(job: Job) -> None:
-    assert job("nowhere_to_put")[2] == [["full", False], ["small", False], ["fits", True]]
+    brought, said = job("nowhere_to_put")[2]
+    assert brought == [["full", False], ["small", False], ["fits", True]]
+    reasons = [line.partition(" failed: ")[2] for line in said if " failed: " in line]
+    assert [reason.partition(" for its")[0] for reason in reasons] == ["no memory"] * 2, reasons
 
 
 def test_transfer_damaged_on_the_way(job: Job) -> None:

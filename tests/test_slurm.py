@@ -1074,7 +1074,7 @@ def test_the_state_of_a_job_is_what_slurm_says_as_long_as_it_knows_it(
         lines = status.status(tmp_path).splitlines()
         assert f"Now       {shown}" in lines
     assert "n1..n4 (4)" in lines[3]
-    assert lines[-1].startswith("Last end  told to xxx")
+    assert lines[-1].startswith("Last exit told to xxx")
     assert len(lines[-1]) <= 120
 
 
@@ -1101,7 +1101,7 @@ def test_the_table_says_what_has_followed_each_slice(tmp_path: Path) -> None:
         ["interrupted", "-"],
     ]
     assert rows[3][2] == "-"
-    assert lines[-1] == "Last end  the last"
+    assert lines[-1] == "Last exit the last"
 
 
 def test_a_launch_at_work_is_told_from_one_that_is_lost(tmp_path: Path) -> None:

@@ -112,8 +112,7 @@ def how_ended(exit_code: int) -> str:
     """A clause on how a rank has ended."""
     if exit_code == exit_codes.HUNG:
         return "hung and was ended by its watchdog"
-    death = Death(-exit_code if exit_code < 0 else exit_code << 8)
-    return str(death).removesuffix(" in the middle of the fit")  # only a watchdog knows where it was
+    return str(Death(-exit_code if exit_code < 0 else exit_code << 8))
 
 
 def named(ranks: Collection[int]) -> str:

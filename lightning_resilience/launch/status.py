@@ -224,7 +224,7 @@ def _text(found: dict[str, Any]) -> list[str]:
         lines.append(f"Excluded  {', '.join(found['excluded'])}")
     lines.append(f"Now       {found['now']}")
     if found["last_reason"] is not None:
-        lines.append(f"Last end  {shortened(found['last_reason'], _REASON_LENGTH)}")
+        lines.append(f"Last exit {shortened(found['last_reason'], _REASON_LENGTH)}")
     return lines
 
 

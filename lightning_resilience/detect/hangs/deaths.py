@@ -77,7 +77,7 @@ class Death:
         if self.exit_code == exit_codes.TOO_SLOW:
             return "was too slow"
         if self.exit_code is not None:
-            return f"ended with exit code {self.exit_code} in the middle of the fit"
+            return f"ended with exit code {self.exit_code}"
         return "died" + (": the kernel was out of memory" if self.out_of_memory else "")
 
 
