@@ -13,6 +13,7 @@ from lightning_resilience.checkpoint.generations import (
     RankLocation,
     ShardInfo,
     generations,
+    plan_handover,
     plan_transfers,
     rank_locations,
     rank_shard,
@@ -231,6 +232,36 @@ def test_every_rank_plans_the_same_journeys() -> None:
         (again,) = generations(holdings)
         assert again == found
         assert plan_transfers(again, job) == wanted
+
+
+def test_what_only_leaving_nodes_have_goes_to_the_nodes_that_stay() -> None:
+    examples, chance = complete(random.Random(3)), random.Random(4)
+    handed = 0
+    for _ in range(300):
+        job, _, found = next(examples)
+        gone = chance.sample(range(len(job)), chance.randrange(1, len(job) + 1))[1:]
+        node_of = {place.rank: place.node for place in job}
+        staying = {node_of[place.rank] for place in job if place.rank not in gone}
+        wanted = plan_handover(found, job, gone)
+        for each in wanted:
+            assert node_of[each.source] in found.holders[each.shard], "it is read where it is"
+            assert each.destination not in gone
+            assert each.size == found.sizes[each.shard]
+        moved = [each.shard for each in wanted]
+        assert len(moved) == len({*moved}), "nothing goes twice"
+        assert {*moved} == {name for name, nodes in found.holders.items() if staying.isdisjoint(nodes)}
+        handed += len(wanted)
+    assert handed > 100
+
+
+def test_all_that_stay_receive_what_a_leaving_node_has() -> None:
+    (found,) = generations(whole(10, "0a", TWO_NODES))
+    wanted = plan_handover(found, FOUR_RANKS, {2, 3})
+    assert [(each.shard, each.source, each.destination) for each in wanted] == [
+        ("rank-00002", 2, 0),
+        ("rank-00003", 3, 1),
+    ]
+    assert plan_handover(found, FOUR_RANKS, {1, 3}) == [], "a node with another rank does not end"
 
 
 def test_nothing_travels_where_everything_is_there() -> None:

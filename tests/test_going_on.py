@@ -71,7 +71,7 @@ class Run:
         return self.left
 
     def has_spare(self, rank: int) -> bool:
-        return rank in self.spares
+        return rank in self.spares - self.away
 
     def lost_node(self, rank: int) -> str | None:
         return "b" if rank in self.away else None
@@ -215,7 +215,11 @@ def test_who_leaves_with_its_node_is_started_with_that_only() -> None:
         run.say(rank, "ready")
     run.step()
     run.step()
+    for rank in (0, 1):
+        run.say(rank, "ready")
+    run.step()
     assert run.dismissed == [[2, 3]]
+    run.policy.ask_to_leave([])
     run.away = set()  # there is a node again
     for _ in range(100):
         run.step(0.1)
@@ -666,10 +670,16 @@ def test_the_others_go_on_without_a_node_that_is_told_to_stop(lines: list[str]) 
     run.step()
     assert not run.told, "the others may be told to stop, too"
     run.step(deadlines.STOP_REACHES_ALL_WITHIN_S)
-    assert run.told == [([0, 1], [0, 1])]
-    assert run.dismissed == [[2, 3]]
+    assert run.told == [([0, 1, 2, 3], [0, 1])], "all leave the fit at one boundary"
     assert (run.policy.restarts, run.recorded) == (0, [([], [0, 1], [0, 1])])
     assert lines == ["The node of ranks 2 and 3 was told to stop: continuing with 2 of 4 ranks."]
+    run.say(0, "left")
+    run.step()
+    assert not run.dismissed, "rank 1 is still in the fit, and may need them"
+    run.say(1, "left")
+    run.step()
+    assert run.dismissed == [[2, 3]]
+    run.policy.ask_to_leave([])
     run.come_together()
     run.away = set()
     run.step()
@@ -692,9 +702,11 @@ def test_a_node_that_leaves_when_the_fit_is_over_restarts_nothing() -> None:
     run.policy.ask_to_leave([2, 3])
     run.step()
     run.step(deadlines.STOP_REACHES_ALL_WITHIN_S)
-    assert run.dismissed == [[2, 3]]
     for rank in (0, 1):  # they had ended the fit when they were told
         run.say(rank, "done", generation=0)
+    run.step(deadlines.NEXT_BOUNDARY_WITHIN_S + 1)
+    assert run.dismissed == [[2, 3]]
+    run.policy.ask_to_leave([])
     run.step(deadlines.SURVIVORS_LEAVE_WITHIN_S + 1)
     run.step(1.0)
     for rank in (0, 1):
@@ -710,6 +722,61 @@ def test_a_fit_that_cannot_be_mended_stops_with_the_node_that_is_told_to() -> No
     run.policy.ask_to_leave([2, 3])
     run.step()
     assert run.signalled == [([0, 1, 2, 3], signal.SIGTERM)]
+
+
+def leaving() -> Run:
+    """The node of ranks 2 and 3 was told to stop, and no rank has come to a boundary since."""
+    run = Run(size=4)
+    run.policy.ask_to_leave([2, 3])
+    run.step()
+    run.step(deadlines.STOP_REACHES_ALL_WITHIN_S)
+    assert [members for _, members in run.told] == [[0, 1]]
+    run.told.clear()
+    return run
+
+
+def test_a_node_leaves_although_the_others_come_to_no_boundary() -> None:
+    run = leaving()
+    run.step(deadlines.NEXT_BOUNDARY_WITHIN_S + 0.1)
+    assert (run.dismissed, run.is_old_store_open) == ([[2, 3]], False)
+
+
+@pytest.mark.parametrize("spares", [set(), {1, 2, 3}], ids=["no spare", "spares, also on the node that leaves"])
+def test_a_node_leaves_although_another_rank_is_lost_meanwhile(spares: set[int]) -> None:
+    run = leaving()
+    run.spares = spares
+    run.lose(1)
+    assert run.dismissed == [[2, 3]]
+    assert [members for _, members in run.told] == [[0]], "rank 1 is not replaced before those of that node"
+
+
+def test_a_node_that_leaves_is_not_waited_for_where_all_ranks_stop() -> None:
+    run = leaving()
+    run.lose(1)
+    run.policy.ask_to_stop()
+    run.policy.ended(0, 1)
+    run.step()
+    run.step(1.0)
+    assert (run.dismissed, run.policy.result) == ([[2, 3]], 1)
+
+
+def test_a_node_that_comes_in_the_place_of_one_that_leaves_is_not_dismissed() -> None:
+    run = leaving()
+    run.policy.ask_to_leave([])  # its connection has closed, and another node has connected
+    for rank in (0, 1):
+        run.say(rank, "left")
+    run.step()
+    assert (run.dismissed, run.started) == ([], [[2, 3]])
+
+
+def test_a_rank_that_only_ends_its_fit_is_not_waited_for_at_a_boundary() -> None:
+    run, told = Run(size=4), []
+    run.tell = lambda ranks, kind, **fields: told.append(fields["together"])  # type: ignore[method-assign]
+    run.say(1, "ready", has_trained=True)
+    run.policy.ask_to_leave([2, 3])
+    run.step()
+    run.step(deadlines.STOP_REACHES_ALL_WITHIN_S)
+    assert told == [False]
 
 
 def restarted_without_a_node() -> Run:
@@ -875,7 +942,10 @@ def test_a_node_that_leaves_with_a_part_of_a_group_leaves_whole_groups_behind() 
     run.policy.ask_to_leave([3])
     run.step()
     run.step(deadlines.STOP_REACHES_ALL_WITHIN_S)
-    assert [members for _, members in run.told] == [[0, 1]]
+    assert run.told == [([0, 1, 2, 3], [0, 1])]
+    for rank in (0, 1):
+        run.say(rank, "left")
+    run.step()
     assert run.dismissed == [[3]]
     alone = of_groups(size=2)
     alone.policy.ask_to_leave([1])
@@ -1066,7 +1136,7 @@ def test_no_step_of_a_device_is_done_again_when_a_rank_comes_back(tmp_path: Path
     ledger = Path(config["run_dir"]) / "ledger"
     assert [each[:2] for each in changes(ledger)] == [([1], [0, 2]), ([], [0, 1, 2])], output
     events = [*read_ledger(ledger)]
-    (saved,) = [each["step"] for each in events if each.get("reason") == "ranks come back"]
+    (saved,) = [each["step"] for each in events if each.get("reason") == "the ranks change"]
     assert [each["step"] for each in events if each["event"] == "resumed"][-1] == saved, output
     made = Counter(json.loads(line)[1] for line in Path(f"{config['log']}.0").read_text().splitlines())
     assert {made[step] for step in made if step >= saved} == {1}, output
@@ -1160,7 +1230,7 @@ def test_steps_have_the_samples_of_all_ranks_or_of_those_that_are_there_while_on
     assert ("Fetching the first" not in output) == ("workers" in data), output
     # Its state is not known after a loss, since the module saves one of its own. Where all leave together, it is.
     events = [*read_ledger(Path(config["run_dir"]) / "ledger")]
-    (saved,) = [each["step"] for each in events if each.get("reason") == "ranks come back"]
+    (saved,) = [each["step"] for each in events if each.get("reason") == "the ranks change"]
     assert [each["step"] for each in events if each["event"] == "resumed"][-1] == saved, output
     made = Counter(json.loads(line)[1] for line in Path(f"{config['log']}.0").read_text().splitlines())
     assert {made[step] for step in made if step >= saved} == {1}, output

@@ -7,7 +7,7 @@ import random
 import shutil
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -729,14 +729,15 @@ def test_a_rank_that_validates_or_has_seen_bad_steps_does_not_save(train: Callab
 
 @pytest.mark.parametrize("is_known", [True, False])
 @pytest.mark.parametrize("is_bad", [True, False])
+@pytest.mark.parametrize("gone", [set(), {7}])
 def test_where_all_leave_together_what_is_not_known_after_a_loss_is_saved(
-    train: Callable[..., None], monkeypatch: pytest.MonkeyPatch, is_known: bool, is_bad: bool
+    train: Callable[..., None], gone: set[int], is_known: bool, is_bad: bool
 ) -> None:
-    said: list[str] = []
+    said: list[Any] = []
 
     class Saves(Participant):
-        def save_locally(self, reason: str, within_s: float) -> bool:
-            said.append(reason)
+        def save_locally(self, reason: str, within_s: float, gone: Collection[int] = ()) -> bool:
+            said.append((reason, gone))
             return True
 
         def looks_bad(self) -> bool:
@@ -752,14 +753,18 @@ def test_where_all_leave_together_what_is_not_known_after_a_loss_is_saved(
         fit.participants.add(Saves())
         if not is_known:
             boundary._turn_off("the module has a state of its own")
-        boundary.save_together()
+        boundary.save_together(gone)
         boundary.save(())
         for saved_at in (fit.steps_counted, fit.steps_counted - 1):  # this boundary, and one that was not left
             boundary._saved_at = saved_at
             boundary.save(())
 
     train(4, look)
-    assert said == ([] if is_bad else ["after a loss"] * 2 if is_known else ["ranks come back"])
+    is_saved_after = is_known and not gone
+    saved = ["after a loss"] * 2 if is_saved_after else [("the ranks change", gone)]
+    if is_known and gone:
+        saved.append("after a loss")  # at the boundary that was not left
+    assert said == ([] if is_bad else saved)
 
 
 def test_a_boundary_is_noted_also_where_the_local_saves_hear_of_a_loss_first(

@@ -1498,6 +1498,36 @@ def bring_back(
     return found[0][0], found[0][1], states, together
 
 
+@pytest.mark.parametrize("happens", ["nothing", "it is lost on its way", "it is damaged", "there is none"])
+def test_a_node_that_leaves_hands_over_what_only_it_has(two_nodes: Path, happens: str) -> None:
+    without_replicas(two_nodes)
+    if happens == "it is damaged":
+        for path in (two_nodes / "b").glob("step-000000000012-*/rank-00002.shard"):
+            flip(path)
+    together = Together(two_nodes, TWO_BY_TWO, lambda _: happens == "it is lost on its way")
+    found: list[Any] = [None] * len(TWO_BY_TWO)
+    newest = max((two_nodes / "a").glob("step-*")).name.split("-")[-1]
+
+    def hand_over(place: RankLocation) -> None:
+        store = NodeStore(two_nodes / place.node)
+        fetch, gather = together.fetch(place.rank, store), together.gather(place.rank)
+        tier = LocalTier(store, TWO_BY_TWO, place.rank, OWNER, lambda: ("whole", 1), gather, fetch, lambda _: None)
+        tier.find()
+        found[place.rank] = tier.hand_over("0000" if happens == "there is none" else newest, {2, 3})
+        store.close()
+
+    threads = [threading.Thread(target=hand_over, args=(place,)) for place in TWO_BY_TWO]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [happens == "nothing"] * len(TWO_BY_TWO)
+    shutil.rmtree(two_nodes / "b")
+    left = rank_locations([("a", 0), ("a", 0)])
+    _, _, states, _ = bring_back(two_nodes, left)
+    assert are_of(12, states) == (happens == "nothing")
+
+
 def are_of(step: int, states: list[dict[str, Any]] | None) -> bool:
     return states is not None and all(same(state, expected_state(rank, step)) for rank, state in enumerate(states))
 

@@ -147,6 +147,34 @@ def test_ranks_that_leave_together_are_cut_where_they_do_not_or_another_one_is_l
     assert (seen, line.is_over) == (["asks", "cut"], True)
 
 
+@pytest.mark.parametrize(
+    ("members", "is_at_door", "stops"),
+    [
+        pytest.param(None, False, True, id="nothing was decided"),
+        pytest.param([0], False, True, id="another node leaves"),
+        pytest.param([1], False, False, id="this node leaves"),
+        pytest.param(None, True, False, id="it has left the fit"),
+    ],
+)
+def test_a_rank_that_leaves_with_its_node_does_not_stop_the_others(
+    ends: tuple[Membership, Channel],
+    monkeypatch: pytest.MonkeyPatch,
+    members: list[int] | None,
+    is_at_door: bool,
+    stops: bool,
+) -> None:
+    line, end = ends
+    stopped: list[bool] = []
+    line.stop, line.leave_together = lambda: stopped.append(True), lambda: None
+    if is_at_door:
+        monkeypatch.setenv(JOINS_VARIABLE, "1")
+    if members is not None:
+        end.send("replace", generation=1, port=1, lost={}, members=members, together=True)
+        wait_until(lambda: line.replacement() is not None, lambda: "nothing was heard")
+    line.stop_if_untold()
+    assert (stopped, line.is_stopping) == ([True] * stops, stops)
+
+
 def test_ranks_that_are_lost_before_a_generation_begins_are_lost_together(ends: tuple[Membership, Channel]) -> None:
     line, end = ends
     for generation, lost in ((1, {0: "one"}), (2, {2: "another"})):

@@ -90,6 +90,7 @@ from lightning_resilience.fit import context, last_boundary, local_saves, reentr
 from lightning_resilience.fit.context import FitContext
 from lightning_resilience.fit.last_boundary import LastBoundary
 from lightning_resilience.fit.local_saves import LocalSavePolicy
+from lightning_resilience.fit.participant import Participant
 from lightning_resilience.fit.reentry import Replaceability
 from lightning_resilience.launch import loss_policy, membership, newcomers
 from lightning_resilience.launch.channel import Message
@@ -576,6 +577,15 @@ class Policy(LocalSavePolicy):
             return None
         return SimpleNamespace(replicated_digest=lambda: digest, at_hand=lambda _: None)
 
+    def save_locally(self, reason: str, within_s: float, gone: Collection[int] = ()) -> bool:
+        fit, step = self.session.fit, self.process.global_step
+        name = blake2b(f"{fit.nonce} {reason} {step}".encode(), digest_size=4).hexdigest()
+        saved = self.save_now(name, step, *self._state(), within_s, self.location)
+        if None in fit.gather(saved and saved.replicated_digest()):
+            return False
+        self.process.simulation.saved_to_leave += fit.rank == 0 and bool(gone)
+        return True
+
     def _record(self, step: int, generation: str, reason: str, seconds: float | None = None) -> None:
         simulation = self.process.simulation
         simulation.saved_after_loss += reason == "after a loss"
@@ -651,7 +661,7 @@ class Simulation:
         self.fallen: list[int] = []
         self.replacements = self.restarts = self.saved_after_loss = self.growths = self.newcomers_lost = 0
         self.restarted_in = 0
-        self.gone_on = self.at_once = self.sent_back = self.agreed_growths = 0
+        self.gone_on = self.at_once = self.sent_back = self.agreed_growths = self.saved_to_leave = 0
         self.grown_at: list[float] = []
         self.last_kept: list[Process] = []  # by those that have taken newcomers in
         self.resumed: Counter[int] = Counter()
@@ -1095,9 +1105,8 @@ class Simulation:
         session: Any = SimpleNamespace(fit=fit, exact=exact, process=process)
         session.replaceability = replaceability = Replaceability(fit)
         policy = Policy(process, session)
-        fit.participants = SimpleNamespace(
-            implement=lambda method: [policy.save_after_loss] if "save_after_loss" in str(method) else []
-        )
+        methods = {Participant.save_after_loss: policy.save_after_loss, Participant.save_locally: policy.save_locally}
+        fit.participants = SimpleNamespace(implement=lambda method: [methods[method]] if method in methods else [])
         session.selector = SimpleNamespace(local=policy)
         process.session, process.boundary, process.policy = session, Boundary(session), policy
         self.resume(process)
@@ -1198,7 +1207,7 @@ class Simulation:
             boundary.after_batch(True)
             boundary.before_batch()
             if session.replaceability.leaves:
-                boundary.save_together()
+                boundary.save_together(session.replaceability.not_in_next)
             session.replaceability.check_members()
             self.sleep(0.05)
             mine = [(place, step, process.drawn[place]) for place in self.places(process)]
@@ -1479,6 +1488,7 @@ def run_all(seeds: Iterable[int], folder: Path, schedule: Callable[[int], Schedu
         found["given up"] += bool(done.policy._newcomers.given_up)
         found["nodes lost"] += done.nodes_lost
         found["nodes that leave"] += done.dismissed
+        found["saved before a node leaves"] += done.saved_to_leave
         found["restarted without a node"] += done.restarted_without
     return found
 
@@ -1520,7 +1530,7 @@ def test_every_run_that_loses_nodes_ends_as_the_undisturbed_one(folder: Path, se
     assert found["finished"] > 0.5 * len(seeds)
     for each in ("gone on with fewer", "taken in", "restarts"):
         assert found[each] > 0.05 * len(seeds), each
-    for each in ("restarted without a node", "nodes that leave"):
+    for each in ("restarted without a node", "nodes that leave", "saved before a node leaves"):
         assert found[each] > 0.001 * len(seeds), each
 
 

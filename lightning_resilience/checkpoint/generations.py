@@ -277,3 +277,25 @@ def plan_transfers(generation: Generation, ranks: Sequence[RankLocation], group:
             sent[source] += generation.sizes[name]
             found.append(Transfer(source, destination, name, generation.sizes[name]))
     return found
+
+
+def plan_handover(generation: Generation, ranks: Sequence[RankLocation], gone: Collection[int]) -> list[Transfer]:
+    """The transfers after which the nodes of the other ranks have all of a generation; the same list on every rank.
+
+    The other ranks receive in turn, since a process may need any shard after the number of ranks has changed.
+
+    Args:
+        generation: A generation without missing shards.
+        ranks: Locations of all ranks, by rank.
+        gone: The ranks whose nodes may end. A node of theirs that has another rank, too, does not.
+    """
+    staying = [each for each in ranks if each.rank not in gone]
+    nodes = {each.node for each in staying}
+    leaving = [each for each in ranks if each.node not in nodes]
+    names = [name for name, holders in sorted(generation.holders.items()) if nodes.isdisjoint(holders)]
+    found = []
+    for number, name in enumerate(names):
+        here = [each.rank for each in leaving if each.node in generation.holders[name]]
+        source, destination = here[number % len(here)], staying[number % len(staying)].rank
+        found.append(Transfer(source, destination, name, generation.sizes[name]))
+    return found

@@ -26,6 +26,7 @@ from lightning_resilience.checkpoint.generations import (
     Transfer,
     generations,
     is_on_course,
+    plan_handover,
     plan_transfers,
     rank_shard,
 )
@@ -57,7 +58,7 @@ class _Lost:
 
 
 class LocalTier:
-    """Finds and loads the local generations of one fit. :meth:`find` and :meth:`load` are collectives.
+    """Finds and loads the local generations of one fit. Its methods are collectives.
 
     Args:
         store: The store of this node.
@@ -223,9 +224,29 @@ class LocalTier:
     def _fetch_missing(self, generation: Generation) -> list[_Lost]:
         """Fetches the shards that nodes lack and publishes them there; returns the copies that failed on any rank."""
         transfers = plan_transfers(generation, self.locations, self._group)
+        self.used_replica |= bool(transfers)
+        return self._transfer(generation, transfers)
+
+    def hand_over(self, name: str, gone: Collection[int]) -> bool:
+        """Copies to other nodes what only the nodes of some ranks have of a generation; a collective.
+
+        Args:
+            name: The generation's name.
+            gone: The ranks.
+
+        Returns:
+            Whether the nodes of the other ranks have all of it.
+        """
+        found = generations([each for shards, _ in self._gather(self._scan()) for each in shards], group=self._group)
+        generation = next((each for each in found if each.name == name and not each.missing), None)
+        if generation is None:
+            return False
+        return not self._transfer(generation, plan_handover(generation, self.locations, gone))
+
+    def _transfer(self, generation: Generation, transfers: Sequence[Transfer]) -> list[_Lost]:
+        """Carries out transfers and publishes what arrives; returns the copies that failed on any rank."""
         if not transfers:
             return []
-        self.used_replica = True
         own_lost: list[_Lost] = []
         received = self._fetch(transfers, lambda name: self._path(generation, name))
         for each in transfers:

@@ -69,8 +69,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-RANKS_COME_BACK = "ranks come back"
-"""Why all ranks leave the fit at the same boundary."""
+RANKS_CHANGE = "the ranks change"
+"""Why all ranks leave the fit at the same boundary: other ranks come back, or some leave with their node."""
 
 _VERSION = operator.attrgetter("_version")
 _MOST_COPIED = 100
@@ -474,20 +474,25 @@ class LastBoundary(Participant):
             raise _Unknown(f"{size >> 20} MiB of parameters and buffers are not exchanged by the ranks")
         return digest_of(own)
 
-    # -- when lost ranks come back -------------------------------------------------------------------------------------
+    # -- when no rank was lost -----------------------------------------------------------------------------------------
 
-    def save_together(self) -> None:
-        """Saves when all ranks leave the fit at this boundary, if the state could not be saved after a loss."""
+    def save_together(self, gone: Collection[int]) -> None:
+        """Saves when all ranks leave the fit at this boundary, if the state could not be saved after a loss.
+
+        Args:
+            gone: The ranks that do not enter the fit again with the other ranks: what they know must leave their nodes.
+        """
         fit = self._session.fit
         is_bad = fit.saves_paused or any(each() for each in fit.participants.implement(Participant.looks_bad))
-        found = fit.gather((self._off is not None, is_bad))
-        if any(is_off for is_off, _ in found) and not any(is_bad for _, is_bad in found):
+        is_needed, are_bad = zip(*fit.gather((self._off is not None or bool(gone), is_bad)), strict=True)
+        if any(is_needed) and not any(are_bad):
             policies = fit.participants.implement(Participant.save_locally)
-            saved = [save_locally(RANKS_COME_BACK, LAST_BOUNDARY_SAVED_WITHIN_S) for save_locally in policies]
+            saved = [save_locally(RANKS_CHANGE, LAST_BOUNDARY_SAVED_WITHIN_S, gone) for save_locally in policies]
             if saved and all(saved):
                 self._saved_at = fit.steps_counted
                 if fit.rank == 0:
-                    log.info("Saved step %d for the ranks that come back.", fit.trainer.global_step)
+                    whom = "stay" if gone else "come back"
+                    log.info("Saved step %d for the ranks that %s.", fit.trainer.global_step, whom)
 
     # -- after a loss --------------------------------------------------------------------------------------------------
 

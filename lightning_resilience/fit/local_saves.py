@@ -7,7 +7,7 @@ import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -303,7 +303,7 @@ class LocalSavePolicy(Participant):
         alike = lightning_strategies.trained_tensors(self.session.fit.trainer, self._compared)
         return self.session.saver.capture(), live, [*map(local, alike)]
 
-    def save_locally(self, reason: str, within_s: float) -> bool:
+    def save_locally(self, reason: str, within_s: float, gone: Collection[int] = ()) -> bool:
         """Saves at this boundary, the same on all ranks; returns whether all ranks published in time."""
         if self._saves is None:
             return False
@@ -319,7 +319,7 @@ class LocalSavePolicy(Participant):
         if divergence is not None and trainer.is_global_zero:
             self.session.fit.diverged(divergence)
         alike = all(len({*all_saved[shard :: self._shards]}) == 1 for shard in range(self._shards))
-        complete = None not in all_saved and alike
+        complete = None not in all_saved and alike and (not gone or self._tier.hand_over(generation, gone))
         if complete and trainer.is_global_zero:
             self._record(trainer.global_step, generation, reason)
         return complete

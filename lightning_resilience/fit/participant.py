@@ -32,7 +32,7 @@ It calls ``on_event_known``, ``hurry`` and ``on_record`` at any time, and ``rank
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Concatenate, NamedTuple, ParamSpec, Protocol, TypeVar
 
 if TYPE_CHECKING:
@@ -159,8 +159,13 @@ class Participant:
     def after_final_save(self) -> None:
         """Called on rank 0 after the final state was saved, which happens only if a participant implements this."""
 
-    def save_locally(self, reason: str, within_s: float) -> bool:
+    def save_locally(self, reason: str, within_s: float, gone: Collection[int] = ()) -> bool:
         """Saves the state to local storage of all nodes at this boundary. Collectives are allowed.
+
+        Args:
+            reason: Recorded in the ledger.
+            within_s: Limit in seconds for the save itself.
+            gone: Ranks whose nodes may end: the nodes of the other ranks get what only these nodes have.
 
         Returns:
             Whether all ranks have saved.

@@ -41,7 +41,7 @@ from lightning_resilience.elastic import stuck
 from lightning_resilience.elastic.group import DEFAULT
 from lightning_resilience.fit import absent_ranks, context
 from lightning_resilience.fit.context import FitContext
-from lightning_resilience.fit.last_boundary import RANKS_COME_BACK
+from lightning_resilience.fit.last_boundary import RANKS_CHANGE
 from lightning_resilience.fit.participant import Participant
 from lightning_resilience.launch import membership, park
 from lightning_resilience.launch.membership import Membership, Replacement
@@ -237,7 +237,7 @@ class Replaceability(Participant):
 
     Attributes:
         why_not: Why it cannot, after :meth:`begin`; ``None`` if it can.
-        leaves: Whether all ranks leave the fit at this boundary, since other ranks come back.
+        leaves: Whether all ranks leave the fit at this boundary, since other ranks come back, or some do not continue.
     """
 
     def __init__(self, fit: FitContext) -> None:
@@ -320,13 +320,20 @@ class Replaceability(Participant):
 
     def _ask_to_leave(self) -> None:
         if self._fit.rank == 0:
-            self._fit.agreement.request(RANKS_COME_BACK, needs=Needs.CLEAN | Needs.TRAINING)
+            self._fit.agreement.request(RANKS_CHANGE, needs=Needs.CLEAN | Needs.TRAINING)
         else:
             self._fit.agreement.expect()
 
     def on_event(self, event: AgreedEvent) -> None:
         """Notes that all ranks leave at this boundary, as soon as its state is noted."""
-        self.leaves |= event.kind == RANKS_COME_BACK
+        self.leaves |= event.kind == RANKS_CHANGE
+
+    @property
+    def not_in_next(self) -> set[int]:
+        """The ranks that leave the fit at this boundary and do not enter it again with the other ranks."""
+        line = self._line
+        replacement = None if line is None else line.replacement(LOSS_CONFIRMED_WITHIN_S)
+        return set() if line is None or replacement is None else line.gone(replacement)
 
     def check(self) -> None:
         """Called at a boundary: ends the fit if a lost rank has made the results of the device arbitrary.

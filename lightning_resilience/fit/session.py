@@ -320,7 +320,7 @@ class FitSession:
             before_batch()
         if self.last_boundary is not None:
             if self.replaceability.leaves:
-                self.last_boundary.save_together()
+                self.last_boundary.save_together(self.replaceability.not_in_next)
             self.replaceability.check_members()
         if not is_first:
             fit.time.begin_batch(step)

@@ -88,6 +88,8 @@ class LossPolicy:
         self._newcomers = Newcomers(ranks)
         self._leaving: set[int] = set()
         self._leaving_since: float | None = None
+        self._dismissed_soon: set[int] = set()  # slots of nodes that end when the other ranks have left the fit
+        self._departing: dict[int, Member] = {}  # the processes of these slots, which leave the fit, too
         self._joining: set[int] = set()  # in the present generation, if no rank was lost
         self._has_lost_nobody = False  # before the present generation
         self._max_restarts = max_restarts
@@ -123,7 +125,7 @@ class LossPolicy:
             self._newcomers.group = max(self._newcomers.group, int(fields.get("group", 1)))
 
     def _life_of(self, rank: int) -> Member | None:
-        lives = (self.members, self._newcomers.coming, self._newcomers.leaving)
+        lives = (self.members, self._departing, self._newcomers.coming, self._newcomers.leaving)
         return next((each[rank] for each in lives if rank in each), None)
 
     def ask_to_stop(self) -> None:
@@ -161,6 +163,7 @@ class LossPolicy:
         if self._ending:
             self._go_on_ending(now)
         elif None not in codes and (self._stops_until is not None or not any(codes)):
+            self._dismiss(now)
             self._newcomers.end(now)
             if self._newcomers.have_left(now):
                 self.result = 1 if any(codes) else 0
@@ -202,6 +205,7 @@ class LossPolicy:
         return [*members, *self._newcomers.living]
 
     def _stop(self, now: float) -> None:
+        self._dismiss(now)
         self._stops_until = now + self._term_timeout_s
         self._newcomers.end(now)
         self._ranks.send_signal(self._living(), signal.SIGTERM)
@@ -243,9 +247,10 @@ class LossPolicy:
     def _check_replacement(self, now: float, seconds: float) -> None:
         """Checks whether the ranks of a new generation have come together, or never will."""
         members = self.members.values()
-        # Where newcomers are admitted, the members agree in the old store at which boundary they leave.
+        # If no rank was lost, the ranks agree in the old store at which boundary they leave, and save there.
         if seconds > deadlines.NEXT_BOUNDARY_WITHIN_S or all(each.generation == self.generation for each in members):
             self._ranks.close_old_store()
+            self._dismiss(now)
         if refusal := next((member for member in members if member.state == "refused"), None):
             self._restart(now, f"rank {refusal.rank} cannot go back: {refusal.reason}")
         elif all(member.state in ("ready", *_OVER) and member.generation == self.generation for member in members):
@@ -281,6 +286,7 @@ class LossPolicy:
         return self._has_lost_nobody and is_late and all(map(self._has_missed, others))
 
     def _turn_away(self, now: float) -> None:
+        self._dismiss(now)
         self._newcomers.end(now, [self.members.pop(slot) for slot in sorted(self._joining)])
         self._joining, self._replacing_since, self._lost_at = set(), None, None
         self.wakes_at = now
@@ -288,6 +294,7 @@ class LossPolicy:
     def _mend(self, now: float) -> None:
         """Replaces the ranks that have ended, continues without them, or restarts all ranks."""
         self._lost_at = None
+        self._dismiss(now)
         dead = [member for member in self.members.values() if member.exit_code]
         failed = {each.rank for each in dead if each.rank in self._joining and not is_replaceable(each.exit_code)}
         nodes = {member.rank: self._ranks.lost_node(member.rank) for member in dead}
@@ -376,11 +383,18 @@ class LossPolicy:
         self._newcomers.later -= leaving
         self._newcomers.end(now, [each for slot, each in self._newcomers.coming.items() if slot in leaving])
         log_line(f"The node of {named(leaving)} was told to stop: continuing with {self._count(left)}.")
+        self._dismissed_soon = {*leaving}
         if len(left) < len(self.members):
-            self._begin_generation(now, left, {}, leaving)
-        self._ranks.dismiss(leaving)
-        self._newcomers.start(sorted(leaving - self._newcomers.given_up), self.generation, now)
-        return None
+            return self._begin_generation(now, left, {}, leaving)
+        return self._dismiss(now)
+
+    def _dismiss(self, now: float) -> None:
+        """Has the nodes end that were told to stop, as soon as no other rank needs their ranks."""
+        if slots := self._dismissed_soon:
+            self._dismissed_soon, self._departing = set(), {}
+            if nodes := slots & self._leaving:  # none that has come in the place of one of them
+                self._ranks.dismiss(nodes)
+            self._newcomers.start(sorted(slots - self._newcomers.given_up), self.generation, now)
 
     def _begin_generation(
         self, now: float, members: list[int], lost: Mapping[int, str], leaving: Collection[int] = ()
@@ -401,12 +415,12 @@ class LossPolicy:
         if not lost:  # recorded first: the ranks look in the ledger whether the generation counts as a restart
             self._ranks.record(*record)
         change = {"generation": self.generation, "port": self._ranks.open_store(), "lost": lost, "members": members}
-        # The ranks agree on a boundary in the store of their generation. Ranks of groups must. Other ranks need not
-        # when ranks leave with their node, since those end at once.
-        change["together"] = together = not lost and (not leaving or self._newcomers.group > 1)
+        # A rank that only ends its fit comes to no boundary any more.
+        change["together"] = together = not lost and not any(each.has_trained for each in self.members.values())
+        self._departing = {slot: each for slot, each in self.members.items() if slot in leaving}
         there = {rank: self.members[rank] for rank in kept}
         there |= self._newcomers.take([slot for slot in members if slot in self._newcomers.coming])
-        self._ranks.tell(sorted(there.keys() | apart), "replace", **change)
+        self._ranks.tell(sorted([*there, *apart, *self._departing]), "replace", **change)
         self._newcomers.send_back(apart, now)
         if not together:
             self._ranks.close_old_store()
@@ -469,6 +483,7 @@ class LossPolicy:
         self._end_all(now)
 
     def _end_all(self, now: float) -> None:
+        self._dismiss(now)
         self._ranks.tell(self._living(), "restart")
         if self._replacing_since is not None:
             self._ranks.close_stores()

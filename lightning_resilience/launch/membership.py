@@ -45,7 +45,8 @@ class Replacement:
     Args:
         generation: Its number.
         port: The port of its store.
-        lost: The slots of the lost ranks, and how each of them has ended; empty: ranks come back, or leave.
+        lost: The slots of the lost ranks, and how each of them has ended; empty: ranks come back, or leave with their
+            node.
         members: The slots of its members, in the order of their ranks.
         is_start: Whether all members are started for it.
     """
@@ -187,8 +188,10 @@ class Membership:
         return self.goes_on and len(self.slots) > self._on_a_node and not is_ending
 
     def stop_if_untold(self) -> None:
-        """Stops all ranks: the supervisor has not reported who stops, so the signal was for this rank alone."""
-        if not self.is_stopping:
+        """Stops all ranks if the supervisor has not reported who stops: then the signal was for this rank alone."""
+        replacement = self.replacement()
+        leaves = self.is_at_door or (replacement is not None and self.slot not in replacement.members)
+        if not self.is_stopping and not leaves:
             self.is_stopping = True
             self.stop()
 
