@@ -1082,7 +1082,7 @@ GUARDS = [
     Guard(
         "saved after a loss: nothing if another rank knows why not",
         "fit/last_boundary.py",
-        "                raise _Unknown(refusals[0])\n",
+        "                raise StateUnknown(refusals[0])\n",
         "                pass\n",
         "tests/test_last_boundary.py::test_the_first_survivor_at_the_oldest_boundary_saves_for_the_others",
     ),
@@ -1144,7 +1144,7 @@ GUARDS = [
     ),
     Guard(
         "elastic: a lost rank had the same metrics",
-        "fit/last_boundary.py",
+        "fit/own_values.py",
         "if part.layout != self.layout:",
         "if False:",
         "tests/test_last_boundary.py::test_of_another_position_token_or_layout_a_lost_rank_has_left_nothing",
@@ -2190,7 +2190,7 @@ GUARDS = [
     ),
     Guard(
         "elastic: a buffer that cannot be noted is named",
-        "fit/last_boundary.py",
+        "fit/own_values.py",
         "if not value.is_contiguous():",
         "if False:",
         "tests/test_last_boundary.py::test_what_is_not_known_in_a_step_is_refused_at_the_start",

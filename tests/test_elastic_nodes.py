@@ -24,8 +24,8 @@ import pytest
 import torch
 
 from lightning_resilience.checkpoint.generations import rank_locations
-from lightning_resilience.fit import last_boundary
 from lightning_resilience.fit.last_boundary import ranks_to_save
+from lightning_resilience.fit.own_values import StateUnknown
 from lightning_resilience.launch import follower, node_line, nodes
 from lightning_resilience.launch.channel import Channel
 from lightning_resilience.launch.elastic import Supervisor
@@ -80,7 +80,7 @@ def test_the_first_survivor_of_a_node_saves_for_those_that_it_has_lost() -> None
     locations = rank_locations([("a", 0), ("a", 0), ("b", 1), ("b", 1), ("b", 1)])
     assert {rank: ranks_to_save(locations, {0, 2, 4}, rank) for rank in (1, 3)} == {1: [1, 0], 3: [3, 2, 4]}
     assert {rank: ranks_to_save(locations, {1}, rank) for rank in (0, 2, 3, 4)} == {0: [0, 1], 2: [2], 3: [3], 4: [4]}
-    with pytest.raises(last_boundary._Unknown):  # nobody reads what ranks of that node have left
+    with pytest.raises(StateUnknown):  # nobody reads what ranks of that node have left
         ranks_to_save(locations, {0, 1}, 2)
 
 
@@ -88,7 +88,7 @@ def test_of_groups_the_first_that_holds_the_same_saves_for_those_that_are_lost()
     locations = rank_locations([("a", 0)] * 6)
     lost = {2, 3, 5}
     assert {rank: ranks_to_save(locations, lost, rank, 2) for rank in (0, 1, 4)} == {0: [0, 2], 1: [1, 3, 5], 4: [4]}
-    with pytest.raises(last_boundary._Unknown, match="that holds what rank 1 does"):
+    with pytest.raises(StateUnknown, match="that holds what rank 1 does"):
         ranks_to_save(locations, {1, 3, 5}, 0, 2)
 
 

@@ -760,6 +760,23 @@ def test_a_node_that_leaves_is_not_waited_for_where_all_ranks_stop() -> None:
     assert (run.dismissed, run.policy.result) == ([[2, 3]], 1)
 
 
+def test_a_stop_that_has_to_wait_for_a_replacement_says_so_once(lines: list[str]) -> None:
+    run = Run()
+    run.spares = {1}
+    run.lose(1)
+    for rank in (0, 2):
+        run.say(rank, "ready")
+    run.policy.ask_to_stop()
+    for _ in range(3):
+        run.step(0.5)
+    assert lines[1:] == ["Stopping as soon as rank 1 has entered the fit; nothing can be saved before."]
+    assert not run.signalled
+    run.say(1, "ready")
+    run.step()
+    run.step()
+    assert run.signalled == [([0, 1, 2], signal.SIGTERM)]
+
+
 def test_a_node_that_comes_in_the_place_of_one_that_leaves_is_not_dismissed() -> None:
     run = leaving()
     run.policy.ask_to_leave([])  # its connection has closed, and another node has connected

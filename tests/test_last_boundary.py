@@ -37,9 +37,10 @@ from lightning_resilience.detect.numerics.divergence import Divergence
 from lightning_resilience.elastic.own_part import read_own_parts
 from lightning_resilience.fit import context, joining, last_boundary, logger_files
 from lightning_resilience.fit.exact_state import LOGS, ExactState
-from lightning_resilience.fit.last_boundary import LastBoundary, _savers, _Standing, _Unknown
+from lightning_resilience.fit.last_boundary import LastBoundary, _savers, _Standing
 from lightning_resilience.fit.local_saves import LocalSavePolicy
 from lightning_resilience.fit.logger_files import Logs
+from lightning_resilience.fit.own_values import StateUnknown
 from lightning_resilience.fit.participant import Participant, Participants
 from lightning_resilience.fit.reentry import Replaceability
 from lightning_resilience.fit.saving import Saver
@@ -279,7 +280,7 @@ def test_what_the_step_of_an_absent_rank_has_changed_is_put_back_here_and_for_a_
         next(states)
         assert by_value(*state_now()) == by_value(*watched.state)  # at the begin of an epoch two of its are the same
         boundary._path(1).unlink()
-        with pytest.raises(_Unknown, match="rank 1 has left nothing"):
+        with pytest.raises(StateUnknown, match="rank 1 has left nothing"):
             list(boundary._put_back(known(boundary), [2]))
 
     train_for_two(at, look)
@@ -336,14 +337,14 @@ def test_what_rank_0_had_not_written_to_its_logs_is_in_them_once(
         monkeypatch.setattr(logger_files, "_MOST_UNWRITTEN_BYTES", 1)
         loggers[1].log_metrics({"large": 1.0}, 8)
         boundary._keep()
-        with pytest.raises(_Unknown, match="lost rows"):
+        with pytest.raises(StateUnknown, match="lost rows"):
             lost_logs(boundary)
         loggers[1].save()
         boundary._keep()
         lost_logs(boundary)
         loggers[1].experiment.add_scalars("of another file", {"of": 1.0}, 8)
         boundary._keep()
-        with pytest.raises(_Unknown, match="lost rows"):
+        with pytest.raises(StateUnknown, match="lost rows"):
             lost_logs(boundary)
 
     loggers = [kind(tmp_path / "logs", kind.__name__) for kind in (CSVLogger, TensorBoardLogger)]
@@ -355,7 +356,7 @@ def test_rows_of_a_logger_of_the_users_own_are_not_known(train: Callable[..., No
         pass
 
     def look(boundary: LastBoundary, watched: Watched) -> None:
-        with pytest.raises(_Unknown, match="lost rows"):
+        with pytest.raises(StateUnknown, match="lost rows"):
             lost_logs(boundary)
 
     train(1, look, logger=Own(tmp_path))
@@ -381,7 +382,7 @@ def test_of_another_position_token_or_layout_a_lost_rank_has_left_nothing(train:
         leave_as_rank_1(boundary)
 
         def refused(why: str, position: int = note.position) -> None:
-            with pytest.raises(_Unknown, match=why):
+            with pytest.raises(StateUnknown, match=why):
                 list(boundary._put_back(note._replace(position=position), [1]))
 
         list(boundary._put_back(note, [1]))
@@ -430,7 +431,7 @@ def test_a_step_that_has_changed_more_is_not_saved(train: Callable[..., None]) -
             boundary._keep()  # as if this were a boundary
             known(boundary)
             change(boundary)
-            with pytest.raises(_Unknown) as found:
+            with pytest.raises(StateUnknown) as found:
                 known(boundary)
             assert why in str(found.value), name
             boundary._session.fit.module.train()
@@ -464,7 +465,7 @@ def test_what_is_not_known_in_a_step_is_refused_at_the_start(train: Callable[...
     def refused(why: str) -> Callable[..., None]:
         def look(boundary: LastBoundary, watched: Watched) -> None:
             assert why in str(boundary._off)
-            with pytest.raises(_Unknown, match=why):
+            with pytest.raises(StateUnknown, match=why):
                 known(boundary)
 
         return look
@@ -489,7 +490,7 @@ def test_the_ranks_at_the_oldest_boundary_save() -> None:
         if isinstance(expected, list):
             assert _savers(standings) == expected, name
         else:
-            with pytest.raises(_Unknown, match=expected):
+            with pytest.raises(StateUnknown, match=expected):
                 _savers(standings)
 
 
@@ -712,16 +713,16 @@ def test_a_rank_that_validates_or_has_seen_bad_steps_does_not_save(train: Callab
         for name, why in (("before_evaluation", "in a validation"), ("resumed", "has not resumed yet")):
             before = vars(exact)[name]
             vars(exact)[name] = object()
-            with pytest.raises(_Unknown, match=why):
+            with pytest.raises(StateUnknown, match=why):
                 known(boundary)
             vars(exact)[name] = before
         divergence = Divergence(3, ((0,), (1,)))
         boundary._session.fit.diverged(divergence)
-        with pytest.raises(_Unknown, match="the same state do not"):
+        with pytest.raises(StateUnknown, match="the same state do not"):
             known(boundary)
         boundary._session.fit.replicas_differ = False
         participants.add(LooksBad())
-        with pytest.raises(_Unknown, match="bad"):
+        with pytest.raises(StateUnknown, match="bad"):
             known(boundary)
 
     train(4, look)
@@ -931,10 +932,10 @@ def test_the_begin_of_an_epoch_is_taken_from_the_same_start_and_epoch_of_a_lost_
         leave_as_rank_1(boundary)
         fit, begun_at = boundary._session.fit, boundary._begun_at
         boundary._epoch_of(1, begun_at)
-        with pytest.raises(_Unknown, match="begin of its epoch"):
+        with pytest.raises(StateUnknown, match="begin of its epoch"):
             boundary._epoch_of(1, begun_at + 1)
         fit.nonce = "another start"
-        with pytest.raises(_Unknown, match="begin of its epoch"):
+        with pytest.raises(StateUnknown, match="begin of its epoch"):
             boundary._epoch_of(1, begun_at)
 
     train(9, look)

@@ -44,13 +44,14 @@ def leave(nodes: Nodes, config: dict[str, Any], output: Path, is_told: Path, ran
         wait_until(lambda: "was told to stop: continuing" in output.read_text(), output.read_text, within_s=100.0)
         assert launches[1].poll() is None, "it has not left before the others have what its ranks know"
         is_told.touch()
-        launches[1].wait(100.0)
+        assert launches[1].wait(100.0) == 75, output.read_text()
         launches[1] = nodes.launch(1, config, output, *more, ranks=ranks)
         codes = [finish(launch, output) for launch in launches]
     finally:
         for launch in launches:
             launch.kill()
     assert codes == [0] * nodes.count, output.read_text()
+    assert "node-1 was told to stop. The same command joins the run again. (exit code 75)" in output.read_text()
     return output.read_text()
 
 

@@ -479,7 +479,7 @@ class Process:
 
 
 class Values:
-    """Stands for `_OwnValues`: of each place a count of random numbers, and a metric."""
+    """Stands for `OwnValues`: of each place a count of random numbers, and a metric."""
 
     layout, names = 7, ()
 

@@ -22,7 +22,6 @@ one.
 from __future__ import annotations
 
 import hashlib
-import itertools
 import logging
 import math
 import operator
@@ -34,13 +33,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-import xxhash
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lightning_resilience._files import publish, read_json, write_json
 from lightning_resilience._lightning import (
     lightning_boundary,
-    lightning_data,
     lightning_loggers,
     lightning_loops,
     lightning_strategies,
@@ -60,6 +57,7 @@ from lightning_resilience.elastic.own_part import (
 from lightning_resilience.elastic.own_rows import RowsWriter, read_rows
 from lightning_resilience.fit.exact_state import LOGS
 from lightning_resilience.fit.logger_files import LogPosition
+from lightning_resilience.fit.own_values import OwnValues, StateUnknown
 from lightning_resilience.fit.participant import Participant
 from lightning_resilience.launch import membership
 from lightning_resilience.run.deadlines import LAST_BOUNDARY_SAVED_WITHIN_S, SURVIVORS_FOUND_WITHIN_S
@@ -73,18 +71,11 @@ RANKS_CHANGE = "the ranks change"
 """Why all ranks leave the fit at the same boundary: other ranks come back, or some leave with their node."""
 
 _VERSION = operator.attrgetter("_version")
-_MOST_COPIED = 100
-_MOST_COPIED_BYTES = 1 << 18
-"""How many tensors are copied at each boundary, at most: copying more takes longer than a step may be delayed."""
 _MOST_DIGESTED_BYTES = 64 << 20
 """How many bytes are hashed once an epoch, at most."""
 
 
-class _Unknown(Exception):
-    """The state of the last boundary is not known; the message has the reason."""
-
-
-class _GoneOn(_Unknown):
+class _GoneOn(StateUnknown):
     """This rank has left the last boundary, and is not yet at the next one."""
 
 
@@ -122,141 +113,6 @@ class _Note(NamedTuple):
     absent: dict[int, dict[str, Any]]
 
 
-class _OwnValues:
-    """Metrics and buffers of this rank: numbers, tensors with one element, and other tensors.
-
-    Args:
-        session: The fit.
-
-    Raises:
-        _Unknown: If a metric or buffer is of another kind.
-    """
-
-    def __init__(self, session: FitSession) -> None:
-        trainer, module = session.fit.trainer, session.fit.module
-        self.names = lightning_boundary.names_of_metrics(trainer)
-        self._no_states = session.exact.workers.no_states(lightning_data.train_loaders(trainer))
-        self.size_of_absent = 8 + self._no_states.nbytes
-        self._numbers: list[tuple[lightning_boundary.Place, type]] = []
-        self._scalars: list[tuple[lightning_boundary.Place, torch.Tensor]] = []
-        self._places: list[lightning_boundary.Place] = []
-        self._tensors: list[torch.Tensor] = []
-        self._is_buffer: list[bool] = []
-        self.constants: list[torch.Tensor] = []
-        kinds = []
-        places = lightning_boundary.metric_places(trainer, module)
-        for name, place in places.items():
-            kinds.append((name, self._add(name, place, is_buffer=False)))
-        buffers = lightning_boundary.buffer_places(trainer, module)
-        taken = set()
-        room = _MOST_COPIED_BYTES - sum(each.nbytes for each in self._tensors)
-        for name, place in sorted(buffers.items(), key=lambda item: item[1][0][item[1][1]].nbytes):
-            buffer = place[0][place[1]]
-            if id(buffer) in taken:
-                continue
-            taken.add(id(buffer))
-            if buffer.nbytes > room or len(self._tensors) >= _MOST_COPIED:
-                self.constants.append(buffer)
-            else:
-                room -= buffer.nbytes
-                kinds.append((name, self._add(name, place, is_buffer=True)))
-        if room < 0 or len(self._tensors) + len(self._scalars) > 2 * _MOST_COPIED:
-            raise _Unknown("there are too many metrics")
-        kinds.append(("workers", str(len(self._no_states))))
-        self.layout = xxhash.xxh3_64_intdigest(repr(kinds).encode())
-        self._of_logs = len(LogPosition(0, 0)) * len(lightning_loggers.file_loggers(trainer))
-        of_tensors = sum(each.nbytes + 8 for each in [*self._tensors, self._no_states])
-        self.size = 8 * (len(kinds) + 2 + self._of_logs) + of_tensors
-
-    def _add(self, name: str, place: lightning_boundary.Place, is_buffer: bool) -> str:
-        value = place[0][place[1]]
-        if type(value) in (bool, int, float):
-            self._numbers.append((place, type(value)))
-            return "number"
-        if not isinstance(value, torch.Tensor) or value.device.type != "cpu" or value.layout != torch.strided:
-            raise _Unknown(f"{name} is a {type(value).__name__}")
-        if value.numel() == 1 and not is_buffer and not value.is_complex():
-            self._scalars.append((place, value.detach()))
-        else:
-            self._places.append(place)
-            self._tensors.append(value.detach() if not is_buffer else value)
-            self._is_buffer.append(is_buffer)
-            if not value.is_contiguous():
-                raise _Unknown(f"{name} is not contiguous")
-        return f"{value.dtype} {tuple(value.shape)}"
-
-    def _check(self, tensors: list[torch.Tensor]) -> None:
-        if not all(each.is_contiguous() for each in tensors):
-            raise ValueError("a tensor has gaps")
-
-    def read(
-        self, begun: int, worker_states: torch.Tensor | None, logs: Sequence[LogPosition]
-    ) -> tuple[list[float], list[torch.Tensor]]:
-        """The present numbers and tensors, as an own part takes them.
-
-        Args:
-            begun: The position at which the epoch began.
-            worker_states: See :attr:`.ExactState.worker_states`.
-            logs: How far the loggers have logged; empty if that is not known.
-
-        Raises:
-            ValueError: If the shape or type of a tensor, or the number of workers, has changed.
-        """
-        of_logs = list(itertools.chain(*logs))
-        if len(of_logs) != self._of_logs:
-            of_logs = [math.nan] * self._of_logs
-        numbers = [begun, worker_states is not None, *of_logs, *(d[key] for (d, key), _ in self._numbers)]
-        numbers += [d[key].item() for (d, key), _ in self._scalars]
-        tensors = [d[key] for d, key in self._places]
-        if not all(map(operator.is_, tensors, self._tensors)):
-            for now, before in zip(tensors, self._tensors, strict=True):
-                if now.shape != before.shape or now.dtype != before.dtype:
-                    raise ValueError("a tensor has another shape or type")
-            self._check(tensors)
-            self._tensors = tensors
-        return numbers, [*tensors, self._filled(worker_states)]
-
-    def _filled(self, worker_states: torch.Tensor | None) -> torch.Tensor:
-        if worker_states is not None and worker_states.shape != self._no_states.shape:
-            raise ValueError("there are other workers")
-        return self._no_states if worker_states is None else worker_states
-
-    def read_absent(self, worker_states: torch.Tensor | None) -> tuple[list[float], list[torch.Tensor]]:
-        """The same for an absent rank, which has no metrics."""
-        return [worker_states is not None], [self._filled(worker_states)]
-
-    def worker_states_of_absent(self, part: OwnPart) -> torch.Tensor | None:
-        """The states of data workers in the own part of an absent rank."""
-        (is_known,), (worker_states,) = part.values(1, [self._no_states])
-        return worker_states if is_known else None
-
-    def write(self, part: OwnPart) -> tuple[int, torch.Tensor | None, list[LogPosition]]:
-        """Restores the values of an own part; returns ``begun``, ``worker_states`` and ``logs``.
-
-        Raises:
-            _Unknown: If the part has another layout.
-        """
-        if part.layout != self.layout:
-            raise _Unknown("ranks have different metrics")
-        count = len(self._numbers)
-        (begun, is_known, *numbers), (*tensors, worker_states) = part.values(
-            2 + self._of_logs + count + len(self._scalars), [*self._tensors, self._no_states]
-        )
-        of_logs, numbers = iter(numbers[: self._of_logs]), numbers[self._of_logs :]
-        for ((owner, key), kind), number in zip(self._numbers, numbers[:count], strict=True):
-            owner[key] = kind(number)
-        for ((owner, key), like), number in zip(self._scalars, numbers[count:], strict=True):
-            owner[key] = torch.full_like(like, number if like.is_floating_point() else int(number))
-        for (owner, key), is_buffer, tensor in zip(self._places, self._is_buffer, tensors, strict=True):
-            if is_buffer:  # other objects may refer to the buffer
-                with torch.no_grad():
-                    owner[key].copy_(tensor)
-            else:
-                owner[key] = tensor
-        positions = list(map(LogPosition, of_logs, of_logs, of_logs))
-        return int(begun), worker_states if is_known else None, positions
-
-
 class LastBoundary(Participant):
     """Notes the state of each boundary, and saves it after a loss.
 
@@ -280,7 +136,7 @@ class LastBoundary(Participant):
         self._writer: OwnPartWriter | None = None
         self._of_absent: dict[int, tuple[OwnPartWriter, GivenState]] = {}
         self._rows: RowsWriter | None = None
-        self._values: _OwnValues | None = None
+        self._values: OwnValues | None = None
         self._begun: tuple[Any, Any] | None = None
         self._begun_at = self._epochs = 0
         self._constants = ""
@@ -313,7 +169,7 @@ class LastBoundary(Participant):
             return
         try:
             self._keep()
-        except (_Unknown, OSError, NotImplementedError) as error:
+        except (StateUnknown, OSError, NotImplementedError) as error:
             self._turn_off(str(error))
         except Exception as error:
             log.debug("The state of the boundary cannot be kept", exc_info=True)
@@ -372,7 +228,7 @@ class LastBoundary(Participant):
 
     def _arrange(self, position: int) -> None:
         """Finds out which metrics and buffers exist, and opens files that are large enough."""
-        self._values = _OwnValues(self._session)
+        self._values = OwnValues(self._session)
         if self._writer is None or self._values.size > self._room:
             self._open(self._values.size)
         if self._of_absent.keys() != self._session.exact.absent_states.keys():
@@ -386,22 +242,24 @@ class LastBoundary(Participant):
         session = self._session
         trainer, module = session.fit.trainer, session.fit.module
         if session.selector.local is None:
-            raise _Unknown("there is no LocalCheckpoint")
+            raise StateUnknown("there is no LocalCheckpoint")
         if not session.selector.local.store.in_memory:
-            raise _Unknown("local checkpoints are not in node memory")
+            raise StateUnknown("local checkpoints are not in node memory")
         if trainer.strategy.root_device.type != "cpu":
-            raise _Unknown(f"what has happened on {trainer.strategy.root_device} by the time of a loss is not known")
+            raise StateUnknown(
+                f"what has happened on {trainer.strategy.root_device} by the time of a loss is not known"
+            )
         self._group = lightning_strategies.group_size(trainer)
         if self._group < 2 and not lightning_strategies.replicates_state(trainer):
-            raise _Unknown("ranks hold different parameters")
+            raise StateUnknown("ranks hold different parameters")
         if session.fit.participants.train_apart:
-            raise _Unknown("ranks train apart, and agree only where they exchange")
+            raise StateUnknown("ranks train apart, and agree only where they exchange")
         if (reason := lightning_boundary.why_state_is_unknown(trainer, module)) is not None:
-            raise _Unknown(reason)
+            raise StateUnknown(reason)
         if session.exact.has_generators():
-            raise _Unknown("a data loader has a random generator of its own")
+            raise StateUnknown("a data loader has a random generator of its own")
         if own := session.fit.participants.own_states():
-            raise _Unknown(f"ranks hold different states of {', '.join(own)}")
+            raise StateUnknown(f"ranks hold different states of {', '.join(own)}")
         self._folder.mkdir(mode=0o700, exist_ok=True)
         self._changed = lightning_boundary.changed_by_step(trainer)
         self._unchanged = lightning_boundary.unchanged_by_step(trainer)
@@ -456,7 +314,7 @@ class LastBoundary(Participant):
         kept = {"epoch": epoch, "first_batch": first_batch, "constants": self._constants, "absent": absent}
         content, missing = to_safe({**kept, "position": position, "token": fit.nonce})
         if missing:
-            raise _Unknown(f"the random state cannot be kept: {missing[0]}")
+            raise StateUnknown(f"the random state cannot be kept: {missing[0]}")
         self._epochs += 1
         self._begun_at = position
         publish(self._epoch_path(fit.rank, self._epochs), lambda file: torch.save(content, file))
@@ -471,7 +329,7 @@ class LastBoundary(Participant):
         own = [each.detach() for each in self._parameters if self._group == 1 and id(each) not in replicated]
         own += self._values.constants
         if (size := sum(each.nbytes for each in own)) > _MOST_DIGESTED_BYTES:
-            raise _Unknown(f"{size >> 20} MiB of parameters and buffers are not exchanged by the ranks")
+            raise StateUnknown(f"{size >> 20} MiB of parameters and buffers are not exchanged by the ranks")
         return digest_of(own)
 
     # -- when no rank was lost -----------------------------------------------------------------------------------------
@@ -518,7 +376,7 @@ class LastBoundary(Participant):
             if fit.rank in savers:
                 when = "after the loss" if lost else "for the ranks that come back"
                 self._save(lost_by_now | (standings.keys() - {*savers}), is_first, when)
-        except (_Unknown, OSError, ValueError) as error:
+        except (StateUnknown, OSError, ValueError) as error:
             log.log(logging.INFO if is_first else logging.DEBUG, "Going back to the last checkpoint: %s.", error)
         except Exception:
             log.warning("Going back to the last checkpoint: a later state could not be saved.", exc_info=True)
@@ -537,7 +395,7 @@ class LastBoundary(Participant):
                 each(name, self._put_back(note, ranks), is_first, LAST_BOUNDARY_SAVED_WITHIN_S) for each in policies
             ]
         if not all(saved):
-            raise _Unknown("not all ranks have saved the state of the same boundary")
+            raise StateUnknown("not all ranks have saved the state of the same boundary")
         if is_first:
             is_all = len({each.node for each in local.locations}) == 1  # what other nodes saved is not known here
             then = ": only the next one is done again" if when == "after the loss" else ""
@@ -560,28 +418,28 @@ class LastBoundary(Participant):
         they are.
 
         Raises:
-            _Unknown: If a rank refuses, or does not write where it is in time.
+            StateUnknown: If a rank refuses, or does not write where it is in time.
         """
         fit, local = self._session.fit, self._session.selector.local
         if mine.refusal or local is None:
-            raise _Unknown(mine.refusal)
+            raise StateUnknown(mine.refusal)
         here = {each.rank for each in local.locations if each.node == local.locations[fit.rank].node}
         while True:
             gone = _lost_by_now(lost)
             said = {rank: mine if rank == fit.rank else self._standing_of(rank) for rank in here - _dead(lost)}
             found = {rank: each for rank, each in said.items() if each is not None}
             if refusals := [each.refusal for _, each in sorted(found.items()) if each.refusal]:
-                raise _Unknown(refusals[0])
+                raise StateUnknown(refusals[0])
             missing = said.keys() - found.keys()
             standings = {rank: each for rank, each in found.items() if rank not in gone}
             if missing <= gone and all(self._has_come(rank, _oldest(standings)) for rank in missing):
                 return standings
             if time.monotonic() > until:
-                raise _Unknown(f"rank {min(missing)} has not left its step")
+                raise StateUnknown(f"rank {min(missing)} has not left its step")
             time.sleep(0.002)
 
     def _has_come(self, rank: int, position: int) -> bool:
-        with suppress(_Unknown):
+        with suppress(StateUnknown):
             return self._part_of(rank, position).position == position
         return False
 
@@ -591,11 +449,11 @@ class LastBoundary(Participant):
             # A save that ends later would remove older generations of this rank, and what others save for it.
             settled = [each(within_s) for each in self._session.fit.participants.implement(Participant.settle_saves)]
             if not all(settled):
-                raise _Unknown("a local save in progress is stuck")
+                raise StateUnknown("a local save in progress is stuck")
             return _Standing(self._known().position)
         except _GoneOn:
             return _Standing(None)
-        except _Unknown as error:
+        except StateUnknown as error:
             return _Standing(None, str(error))
 
     def _standing_of(self, rank: int) -> _Standing | None:
@@ -613,26 +471,26 @@ class LastBoundary(Participant):
         session, note, values = self._session, self._note, self._values
         fit, exact = session.fit, session.exact
         if note is None or values is None:
-            raise _Unknown(self._off or "there was no boundary yet")
+            raise StateUnknown(self._off or "there was no boundary yet")
         if self._step_has_begun or note.unchanged != [owner[key] for owner, key in self._unchanged]:
             raise _GoneOn("this rank has gone on from the last boundary")
         if exact.before_evaluation is not None:
             raise _GoneOn("this rank is in a validation")
         if exact.resumed is not None:
-            raise _Unknown("this rank has not resumed yet")
+            raise StateUnknown("this rank has not resumed yet")
         if note.versions != [each._version for each in self._parameters]:
-            raise _Unknown("the step has written to parameters before the optimizer has")
+            raise StateUnknown("the step has written to parameters before the optimizer has")
         if not all(map(_are_same_settings, note.groups, self._optimizer.param_groups)):
-            raise _Unknown("the step has changed settings of the optimizer")
+            raise StateUnknown("the step has changed settings of the optimizer")
         if self._modes != lightning_loops.train_eval_modes(fit.trainer, fit.module):
-            raise _Unknown("layers were switched between training and evaluation within the epoch")
+            raise StateUnknown("layers were switched between training and evaluation within the epoch")
         if self._constants != self._digest():
-            raise _Unknown("buffers, or parameters that ranks do not exchange, have changed")
+            raise StateUnknown("buffers, or parameters that ranks do not exchange, have changed")
         if fit.replicas_differ:  # the survivors' state may be the wrong one
-            raise _Unknown("ranks that should hold the same state do not")
+            raise StateUnknown("ranks that should hold the same state do not")
         bad = (looks_bad() for looks_bad in fit.participants.implement(Participant.looks_bad))
         if fit.saves_paused or any(bad):
-            raise _Unknown("the last steps were bad")
+            raise StateUnknown("the last steps were bad")
         return note
 
     def _put_back(self, note: _Note, ranks: Collection[int]) -> Iterator[int]:
@@ -669,10 +527,10 @@ class LastBoundary(Participant):
         try:
             parts = read_own_parts(self._path(rank), self._session.fit.nonce)
         except (OSError, ForeignFile) as error:
-            raise _Unknown(f"rank {rank} has left nothing ({error})") from None
+            raise StateUnknown(f"rank {rank} has left nothing ({error})") from None
         found = next((part for part in parts if part.position == position), None)
         if found is None:
-            raise _Unknown(f"rank {rank} was not at the last boundary of the others")
+            raise StateUnknown(f"rank {rank} was not at the last boundary of the others")
         return found
 
     def _epoch_of(self, rank: int, begun_at: int) -> dict[str, Any]:
@@ -683,21 +541,21 @@ class LastBoundary(Participant):
             kept: dict[str, Any] = from_safe(torch.load(path, map_location="cpu", weights_only=True))
             if (kept["token"], kept["position"]) == (self._session.fit.nonce, begun_at):
                 if kept["constants"] != self._constants:
-                    raise _Unknown(f"rank {rank} had other buffers")
+                    raise StateUnknown(f"rank {rank} had other buffers")
                 return kept
-        raise _Unknown(f"rank {rank} has left no begin of its epoch")
+        raise StateUnknown(f"rank {rank} has left no begin of its epoch")
 
     def _logs_of(self, rank: int, logs: list[LogPosition]) -> dict[str, Any]:
         """The state of a lost rank's logs."""
         if any(math.isnan(each.logged) for each in logs):
-            raise _Unknown(f"rank {rank} has lost rows of its logs")
+            raise StateUnknown(f"rank {rank} has lost rows of its logs")
         try:
             names, rows = read_rows(self._rows_path(rank), self._session.fit.nonce)
             numbers = [range(int(each.written), int(each.logged)) for each in logs]
             unwritten = [[rows[log, number] for number in of_log] for log, of_log in enumerate(numbers)]
             return {name: each.state(of_log) for name, each, of_log in zip(names, logs, unwritten, strict=True)}
         except (OSError, ValueError, KeyError) as error:
-            raise _Unknown(f"rank {rank} has left other rows of its logs ({error!r})") from None
+            raise StateUnknown(f"rank {rank} has left other rows of its logs ({error!r})") from None
 
     def leave(self) -> None:
         """Called when the fit has ended."""
@@ -720,13 +578,13 @@ def ranks_to_save(locations: Sequence[RankLocation], lost: Collection[int], rank
         group: How many ranks hold the state together: then the first one left that holds the same shard saves.
 
     Raises:
-        _Unknown: If all such ranks of a node were lost: no rank reads what only they knew.
+        StateUnknown: If all such ranks of a node were lost: no rank reads what only they knew.
     """
     alike = [(each.node, each.rank % group) for each in locations]
     left = {alike[each.rank] for each in locations if each.rank not in lost}
     if gone := {*alike} - left:
         node, number = min(gone)
-        raise _Unknown(f"no rank is left on {node}" + (f" that holds what rank {number} does" if group > 1 else ""))
+        raise StateUnknown(f"no rank is left on {node}" + (f" that holds what rank {number} does" if group > 1 else ""))
     here = [each.rank for each in locations if alike[each.rank] == alike[rank]]
     is_first = rank == min(each for each in here if each not in lost)
     return [rank, *(each for each in here if each in lost and is_first)]
@@ -750,11 +608,11 @@ def _oldest(standings: Mapping[int, _Standing]) -> int:
     """The oldest boundary at which one of these survivors is.
 
     Raises:
-        _Unknown: If no survivor is at a boundary.
+        StateUnknown: If no survivor is at a boundary.
     """
     positions = [each.position for each in standings.values() if each.position is not None]
     if not positions:
-        raise _Unknown("all ranks have gone on from the last boundary")
+        raise StateUnknown("all ranks have gone on from the last boundary")
     return min(positions)
 
 
@@ -765,7 +623,7 @@ def _savers(standings: Mapping[int, _Standing]) -> list[int]:
         standings: Where each survivor is.
 
     Raises:
-        _Unknown: If no survivor is at a boundary.
+        StateUnknown: If no survivor is at a boundary.
     """
     oldest = _oldest(standings)
     return [rank for rank, each in sorted(standings.items()) if each.position == oldest]

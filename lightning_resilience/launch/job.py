@@ -695,7 +695,10 @@ class Launch:
                     continue
                 exit_code = self._run_workers(plan, self._is_superseded)
                 if self._stop and self.settings.when_lost == "go_on":
-                    return exit_codes.INTERRUPTED  # whether or not the other nodes have stopped, too
+                    # Whether or not the other nodes have stopped, too.
+                    then = f"The same command joins the run again. (exit code {exit_codes.INTERRUPTED})"
+                    log_line(f"Interrupted: {node_name()} was told to stop. {then}")
+                    return exit_codes.INTERRUPTED
                 self._record.update(ended={"run_id": plan.run_id, "exit_code": exit_code})
                 plan = self._board.wait_for(plan, deadlines.OWNER_LOST_AFTER_S, lambda: self._stop.now)
         except AnotherLaunch as other:

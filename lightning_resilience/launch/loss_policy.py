@@ -100,7 +100,7 @@ class LossPolicy:
         self._replacing_since: float | None = None
         self._in_fit_since = -math.inf  # in the present generation
         self._ending: list[tuple[float, signal.Signals | None]] = []  # deadlines, and the signal at each of them
-        self._stop_asked = False
+        self._stop_asked = self._stop_is_late = False
         self._stops_until: float | None = None
 
     # -- what has happened ---------------------------------------------------------------------------------------------
@@ -177,6 +177,7 @@ class LossPolicy:
                 self._mend(now)
         elif self._replacing_since is not None:
             self._check_replacement(now, now - self._replacing_since)
+            self._report_late_stop()
         elif self._stop_asked:  # not while ranks are replaced: they could not save
             self._stop(now)
         elif self._need_all():
@@ -209,6 +210,14 @@ class LossPolicy:
         self._stops_until = now + self._term_timeout_s
         self._newcomers.end(now)
         self._ranks.send_signal(self._living(), signal.SIGTERM)
+
+    def _report_late_stop(self) -> None:
+        """Reports once if a stop must wait until the ranks are together again."""
+        awaited = [each.rank for each in self.members.values() if each.state not in ("ready", *_OVER)]
+        if self._stop_asked and not self._stop_is_late and awaited and self._replacing_since is not None:
+            self._stop_is_late = True
+            have = "has" if len(awaited) == 1 else "have"
+            log_line(f"Stopping as soon as {named(awaited)} {have} entered the fit; nothing can be saved before.")
 
     def _look_after_newcomers(self, now: float) -> None:
         if self._stop_asked or any(member.state in _OVER for member in self.members.values()):
