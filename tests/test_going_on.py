@@ -741,6 +741,31 @@ def test_a_node_leaves_although_the_others_come_to_no_boundary() -> None:
     assert (run.dismissed, run.is_old_store_open) == ([[2, 3]], False)
 
 
+def test_ranks_that_have_come_to_the_boundary_have_time_to_save() -> None:
+    run = leaving()
+    for rank in range(4):
+        run.say(rank, "leaving", generation=0)
+    run.step(deadlines.NEXT_BOUNDARY_WITHIN_S + 0.1)
+    run.step(deadlines.SURVIVORS_LEAVE_WITHIN_S)
+    assert (run.dismissed, run.is_old_store_open, run.told) == ([], True, [])
+    for rank in (0, 1):
+        run.say(rank, "left")
+    run.step()
+    assert (run.dismissed, run.is_old_store_open) == ([[2, 3]], False)
+    late = leaving()
+    late.say(0, "leaving", generation=0)
+    late.step(deadlines.REPLACED_WITHIN_S + 1)
+    assert late.told == [([0, 1], "restart")], "not for ever"
+
+
+def test_a_rank_that_is_lost_where_all_save_before_a_node_leaves_is_replaced() -> None:
+    run = leaving()
+    for rank in range(4):
+        run.say(rank, "leaving", generation=0)
+    run.lose(1)
+    assert run.told == [([0], [0])]
+
+
 @pytest.mark.parametrize("spares", [set(), {1, 2, 3}], ids=["no spare", "spares, also on the node that leaves"])
 def test_a_node_leaves_although_another_rank_is_lost_meanwhile(spares: set[int]) -> None:
     run = leaving()

@@ -26,8 +26,8 @@ BUDGET = {
     "detect/numerics": 858,
     "detect/stragglers": 372,
     "elastic": 515,
-    "fit": 7893,
-    "launch": 9447,
+    "fit": 7908,
+    "launch": 9453,
     "launch/schedulers": 513,
     "run": 3218,
 }

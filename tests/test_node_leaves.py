@@ -30,6 +30,7 @@ OPTIONS: dict[str, Any] = {
 }
 
 
+GLOBAL = {**OPTIONS, "callbacks": ["preemption", "auto_resume"], "save_every": 7, "local": None}
 REASONS = ("the ranks change", "after a loss")
 
 
@@ -64,16 +65,18 @@ def assert_no_step_is_done_again(config: dict[str, Any], said: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("nodes", "is_known"),
+    ("nodes", "options"),
     [
-        pytest.param(2, True, id="one node is left"),
-        pytest.param(3, False, id="two nodes are left, the state after a loss would not be known"),
+        pytest.param(2, OPTIONS, id="one node is left"),
+        pytest.param(3, {**OPTIONS, "keeps_nothing": False}, id="two are left, the state after a loss is not known"),
+        pytest.param(2, GLOBAL, id="no local checkpoints"),
     ],
     indirect=["nodes"],
 )
 @pytest.mark.slow
-def test_no_step_is_done_again_for_a_node_that_is_told_to_stop(tmp_path: Path, nodes: Nodes, is_known: bool) -> None:
-    options = {**OPTIONS, "keeps_nothing": is_known}
+def test_no_step_is_done_again_for_a_node_that_is_told_to_stop(
+    tmp_path: Path, nodes: Nodes, options: dict[str, Any]
+) -> None:
     count, is_told = nodes.count, tmp_path / "told"
     config = with_ranks(make(tmp_path, "disturbed", **options), count)
     config["trainer"] = {**config["trainer"], "devices": 1, "num_nodes": count}

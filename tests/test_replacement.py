@@ -145,6 +145,20 @@ def test_ranks_that_leave_together_are_cut_where_they_do_not_or_another_one_is_l
     hear(4, {1: "was killed by SIGKILL"})
     late.pop()()
     assert (seen, line.is_over) == (["asks", "cut"], True)
+    seen.clear()
+    line.generation, line.leave_together = 4, asks
+    hear(5, {})
+    line.reach_boundary()  # they have time to save there
+    late.pop()()
+    assert (seen, line.is_over) == (["asks"], False)
+    line.begin(Replacement(5, 5, {}, (0,)))
+    seen.clear()
+    line.leave_together = asks
+    line.reach_boundary()  # before the message, which has only reached the other ranks
+    hear(6, {})
+    assert (seen, late, line.is_over) == ([], [], False)
+    hear(7, {1: "was killed by SIGKILL"})
+    assert (seen, line.is_over) == (["cut"], True)
 
 
 @pytest.mark.parametrize(

@@ -60,7 +60,11 @@ from lightning_resilience.fit.logger_files import LogPosition
 from lightning_resilience.fit.own_values import OwnValues, StateUnknown
 from lightning_resilience.fit.participant import Participant
 from lightning_resilience.launch import membership
-from lightning_resilience.run.deadlines import LAST_BOUNDARY_SAVED_WITHIN_S, SURVIVORS_FOUND_WITHIN_S
+from lightning_resilience.run.deadlines import (
+    LAST_BOUNDARY_SAVED_WITHIN_S,
+    SAVED_TOGETHER_WITHIN_S,
+    SURVIVORS_FOUND_WITHIN_S,
+)
 
 if TYPE_CHECKING:
     from lightning_resilience.fit.session import FitSession
@@ -345,12 +349,22 @@ class LastBoundary(Participant):
         is_needed, are_bad = zip(*fit.gather((self._off is not None or bool(gone), is_bad)), strict=True)
         if any(is_needed) and not any(are_bad):
             policies = fit.participants.implement(Participant.save_locally)
-            saved = [save_locally(RANKS_CHANGE, LAST_BOUNDARY_SAVED_WITHIN_S, gone) for save_locally in policies]
+            saved = [save_locally(RANKS_CHANGE, SAVED_TOGETHER_WITHIN_S, gone) for save_locally in policies]
             if saved and all(saved):
                 self._saved_at = fit.steps_counted
                 if fit.rank == 0:
                     whom = "stay" if gone else "come back"
                     log.info("Saved step %d for the ranks that %s.", fit.trainer.global_step, whom)
+            elif self._saves_in_time() and self._session.saver.save(RANKS_CHANGE) is not None:
+                self._saved_at = fit.steps_counted
+
+    def _saves_in_time(self) -> bool:
+        """Whether a save to the run directory is likely to take no longer than other ranks may wait; a collective."""
+        fit, session = self._session.fit, self._session
+        if not session.selector.uses_global:
+            return False
+        seconds = session.saver.last_save_s() if fit.rank == 0 else None
+        return bool(fit.gather(seconds is None or seconds < SAVED_TOGETHER_WITHIN_S)[0])
 
     # -- after a loss --------------------------------------------------------------------------------------------------
 

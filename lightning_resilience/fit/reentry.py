@@ -326,7 +326,10 @@ class Replaceability(Participant):
 
     def on_event(self, event: AgreedEvent) -> None:
         """Notes that all ranks leave at this boundary, as soon as its state is noted."""
-        self.leaves |= event.kind == RANKS_CHANGE
+        if event.kind == RANKS_CHANGE:
+            self.leaves = True
+            if self._line is not None:
+                self._line.reach_boundary()
 
     @property
     def not_in_next(self) -> set[int]:

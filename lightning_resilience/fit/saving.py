@@ -60,6 +60,7 @@ from lightning_resilience.fit.context import FitContext
 from lightning_resilience.fit.exact_state import STATE_KEY, ExactState
 from lightning_resilience.fit.participant import Participant
 from lightning_resilience.run.events import Saved, SaveFailed, SaveRefused
+from lightning_resilience.run.history import read_history
 from lightning_resilience.run.run_directory import StaleAttempt
 
 if TYPE_CHECKING:
@@ -359,6 +360,14 @@ class Saver:
         if about not in self._warned:
             self._warned.add(about)
             log.warning("%s", message)
+
+    def last_save_s(self) -> float | None:
+        """How long the last save to the run directory took, in seconds; ``None`` if that is not known."""
+        try:
+            return read_history(self._fit.run.ledger).last_save_s
+        except OSError as error:  # the other ranks wait
+            log.warning("Could not read the duration of the last save (%s).", error)
+            return None
 
     @property
     def _patience_s(self) -> float:

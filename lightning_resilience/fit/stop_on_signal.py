@@ -21,7 +21,6 @@ from lightning_resilience.launch import membership
 from lightning_resilience.launch.schedulers import current_scheduler
 from lightning_resilience.run.deadlines import DEFAULT_GRACE_PERIOD_S, STOP_IS_DECIDED_WITHIN_S
 from lightning_resilience.run.events import FitInterrupted, SignalReceived
-from lightning_resilience.run.history import read_history
 from lightning_resilience.run.run_directory import NOT_SHOWN, RUN_DIR_VARIABLE
 
 log = logging.getLogger("lightning_resilience.callbacks.preemption")  # users configure the callback's logger
@@ -78,7 +77,7 @@ class StopOnSignal(Participant):
         """Warns if the grace period is too short for a save."""
         if self.session.fit.rank > 0:
             return
-        seconds, grace_period_s = self._last_save_s(), self._listener.grace_period_s
+        seconds, grace_period_s = self.session.saver.last_save_s(), self._listener.grace_period_s
         if self._asks_for_time and self._grace_period_s > grace_period_s:
             log.warning(
                 "The launch allows %.0f s after a signal, not the %.0f s of grace_period_s: raise its --grace-period.",
@@ -181,17 +180,9 @@ class StopOnSignal(Participant):
 
     def _is_short_of_time(self) -> bool:
         """Whether a global save may take longer than the time left, so that a local one goes first."""
-        seconds = self._last_save_s()
+        seconds = self.session.saver.last_save_s()
         # The duration of the first save is unknown.
         return seconds is None or self._listener.seconds_left < _SAFETY_FACTOR * seconds
-
-    def _last_save_s(self) -> float | None:
-        """How long the last global save of this run took."""
-        try:
-            return read_history(self.session.fit.run.ledger).last_save_s
-        except OSError as error:  # the other ranks wait
-            log.warning("Could not read the duration of the last save (%s).", error)
-            return None
 
 
 def _requeue() -> None:

@@ -20,10 +20,11 @@ kind        from -> to                  meaning, and its other fields
                                         that is not known yet; ``tasks``: why no other rank can take the tasks of rank
                                         0, or ""; ``group``: how many ranks hold the state together, of which other
                                         groups have copies; ``has_trained``: whether it only ends its fit), ``refused``
-                                        (a loss cannot be repaired without a restart of all ranks; ``reason``), ``left``
-                                        (it has left the fit, to enter it again), ``waiting`` (to be admitted into a
-                                        generation), ``done`` (its fit has ended), ``needs_all`` (it begins another fit,
-                                        and ranks are absent; ``reason``); ``generation``: its generation
+                                        (a loss cannot be repaired without a restart of all ranks; ``reason``),
+                                        ``leaving`` (all ranks are at the boundary where they leave the fit),
+                                        ``left`` (it has left the fit, to enter it again), ``waiting`` (to be admitted
+                                        into a generation), ``done`` (its fit has ended), ``needs_all`` (it begins
+                                        another fit, and ranks are absent; ``reason``); ``generation``: its generation
 ``saved``   rank -> ``--elastic``       a state to resume from exists; ``is_usable`` is false: no such state exists that
                                         all ranks can verify
 ``stop``    ``--elastic`` -> rank       all ranks of several nodes must save and end; SIGTERM follows

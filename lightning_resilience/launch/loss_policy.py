@@ -39,6 +39,8 @@ from lightning_resilience.run import deadlines, exit_codes
 
 _OVER = ("done", "needs_all")
 """States of a rank whose fit has ended."""
+_ON_THE_WAY = ("leaving", "left", "starting", "waiting")
+"""States of a rank that has left its fit, or begins it."""
 _POLL_S = 0.5
 _HEARD_POLL_S = 0.001
 
@@ -257,7 +259,8 @@ class LossPolicy:
         """Checks whether the ranks of a new generation have come together, or never will."""
         members = self.members.values()
         # If no rank was lost, the ranks agree in the old store at which boundary they leave, and save there.
-        if seconds > deadlines.NEXT_BOUNDARY_WITHIN_S or all(each.generation == self.generation for each in members):
+        are_late = seconds > deadlines.NEXT_BOUNDARY_WITHIN_S and not any(each.state == "leaving" for each in members)
+        if are_late or all(each.generation == self.generation for each in members):
             self._ranks.close_old_store()
             self._dismiss(now)
         if refusal := next((member for member in members if member.state == "refused"), None):
@@ -464,7 +467,7 @@ class LossPolicy:
         if not others:
             return "there is no other rank"
         for member in others:
-            is_starting = self._replacing_since is not None and member.state in ("starting", "waiting", "left")
+            is_starting = self._replacing_since is not None and member.state in _ON_THE_WAY
             if member.state != "ready" and not is_starting:
                 return f"rank {member.rank} is not in a fit" + (f": {member.reason}" if member.reason else "")
         if leaving := self._newcomers.leaving.keys() & set(members):

@@ -76,8 +76,9 @@ class Membership:
         is_start: Whether all members were started for it.
         cut: Called in the thread of the channel when a rank was lost or all ranks are ended: frees a main thread that
             waits for other ranks.
-        leave_together: Called in the thread of the channel when ranks come back: makes all ranks leave the fit at one
+        leave_together: Called in the thread of the channel when no rank was lost: makes all ranks leave the fit at one
             boundary. If they do not reach it in time, :attr:`cut` is called. ``None``: :attr:`cut` is called at once.
+        is_leaving: Whether all ranks have reached that boundary.
         why_not_fewer: Why other ranks cannot train on the data of lost ranks; empty: they can; ``None``: not known yet.
         stop: Called in the thread of the channel when all ranks must save and end.
         is_stopping: Whether all ranks must save and end.
@@ -91,6 +92,7 @@ class Membership:
         self._on_a_node = int(os.environ.get("LOCAL_WORLD_SIZE", str(len(self.slots))))
         self.cut: Callable[[], None] = lambda: None
         self.leave_together: Callable[[], None] | None = None
+        self.is_leaving = False
         self.why_not_fewer: str | None = None
         self.stop: Callable[[], None] = lambda: None
         self.is_stopping = False
@@ -172,6 +174,11 @@ class Membership:
         what["has_trained"] = has_trained
         self._channel.send("state", state=state, generation=self.generation, **what)
 
+    def reach_boundary(self) -> None:
+        """Notes that all ranks have reached the boundary where they leave the fit: they have time to save there."""
+        self.is_leaving = True
+        self.say("leaving")
+
     @property
     def goes_on(self) -> bool:
         """Whether the other ranks keep training when a rank is lost."""
@@ -204,9 +211,9 @@ class Membership:
             self.is_stopping = True
             return self.stop()
         generation, leave = message.fields.get("generation", sys.maxsize), self.leave_together
-        if leave is None or not message.fields.get("together", False):
+        if not message.fields.get("together", False) or (leave is None and not self.is_leaving):
             self._end_generation(generation)  # before the main thread can learn of it and open the next group
-        else:
+        elif leave is not None and not self.is_leaving:  # otherwise the other ranks have learned of it earlier
             leave()
             late = threading.Timer(NEXT_BOUNDARY_WITHIN_S, self._end_late, (generation, leave))
             late.daemon = True
@@ -231,7 +238,7 @@ class Membership:
     def _end_late(self, next_one: int, leave: Callable[[], None]) -> None:
         """Ends the generation if this process is still in the fit: not all ranks have come to one boundary in time."""
         with self._news:  # this process does not open the next group meanwhile
-            if self.leave_together is leave and not self.is_over:
+            if self.leave_together is leave and not self.is_leaving and not self.is_over:
                 self._end_generation(next_one)
 
     def replacement(self, within_s: float | None = 0.0) -> Replacement | None:
@@ -254,7 +261,7 @@ class Membership:
         with self._news:
             if self._replacement == replacement:
                 self._replacement = None
-            self.generation, self.leave_together = replacement.generation, None
+            self.generation, self.leave_together, self.is_leaving = replacement.generation, None, False
             self.is_start = replacement.is_start
 
     def step_back(self, replacement: Replacement) -> None:

@@ -187,7 +187,10 @@ OPENED_WITHIN_S = 10.0
 """How long such an importing process waits for its launcher, which may be stopped."""
 
 NEXT_BOUNDARY_WITHIN_S = 10.0
-"""How much of :data:`SURVIVORS_LEAVE_WITHIN_S` ranks may take to reach one boundary when other ranks come back."""
+"""How long ranks may take to reach one boundary when other ranks come back, or leave with their node."""
+
+SAVED_TOGETHER_WITHIN_S = 60.0
+"""How long they may then take to save there. A node that was told to stop often has no more time than that."""
 
 STUCK_AFTER_S = 5.0
 """How long a survivor may stand still in a collective of its group after the group was cut. An attempt to connect to a
