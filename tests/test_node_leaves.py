@@ -36,7 +36,9 @@ REASONS = ("the ranks change", "after a loss")
 
 def leave(nodes: Nodes, config: dict[str, Any], output: Path, is_told: Path, ranks: int) -> str:
     """Has the second node told to stop in the midst of the training, and start again; returns what all nodes print."""
-    more = ("--nnodes", f"1:{nodes.count}", "--spares=off", "--section-timeouts=step:none")  # rank 0 waits in a step
+    more = ["--nnodes", f"1:{nodes.count}", "--spares=off", "--section-timeouts=step:none"]  # rank 0 waits in a step
+    if "local_checkpoint" not in config["callbacks"]:
+        more.append("--recipe=none")  # a recipe has them
     launches = [nodes.launch(node, config, output, *more, ranks=ranks) for node in range(nodes.count)]
     try:
         wait_until(lambda: any(each["step"] >= 7 for each in events_of(config, "saved")), within_s=100.0)
