@@ -32,6 +32,16 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+def buffer_places(module: torch.nn.Module) -> list[tuple[dict[str, Any], str]]:
+    """Where the layers of a module keep their buffers: the dictionary and the key of each."""
+    return [
+        (each._buffers, name)
+        for each in module.modules()
+        for name, buffer in each._buffers.items()
+        if buffer is not None
+    ]
+
+
 def own_store(prefix: str) -> Any:
     """A separate client of the job's store for the caller, because calls of one client wait for each other.
 

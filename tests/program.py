@@ -160,7 +160,7 @@ DEFAULTS: dict[str, Any] = {
     "logs_once": False,  # values that only the second batch of an epoch has
     "changes_batch": False,  # a step takes its batch apart
     "batch_object": False,  # batches are objects of a class of the script's own
-    "teacher": False,  # an average of weights from which the model learns, moved in on_before_zero_grad
+    "teacher": False,  # an average of weights from which the model learns, moved in on_before_zero_grad, or "in step"
     "normalises": False,  # by what has run through before, in a buffer
     "drifts": False,  # the ranks change their weights in ways of their own
     "spoils": [],  # {"step": 23, "rank": 1, "what": "loss"}, or "gradient"
@@ -487,6 +487,7 @@ class Module(L.LightningModule):
         self.register_buffer("average", torch.zeros(()))
         if config["teacher"]:
             self.teacher = copy.deepcopy(self.net).requires_grad_(False)
+            self.register_buffer("queue", torch.zeros(()))
         if config["normalises"]:
             self.register_buffer("seen", torch.ones(8))
         self.metric = MeanMetric()
@@ -525,6 +526,9 @@ class Module(L.LightningModule):
         if self.config["log"]:
             with open(f"{self.config['log']}.{rank}", "a") as file:
                 file.write(json.dumps([self.config["fit"], step, batch["id"].tolist()]) + "\n")
+        if self.config["teacher"] == "in step":
+            self.move_teacher()
+            self.queue = 0.9 * self.queue + 0.1  # another tensor in its place
         if self.config["changes_batch"]:
             batch.pop("id")
             batch["x"].mul_(0.5)
@@ -551,7 +555,7 @@ class Module(L.LightningModule):
             time.sleep(self.config["step_s"])
         loss = spoilt(self.config, step, rank, self.net, self.net(batch["x"]).pow(2).mean())
         if self.config["teacher"]:
-            loss = loss + (self.net(batch["x"]) - self.teacher(batch["x"])).pow(2).mean()
+            loss = loss + (self.net(batch["x"]) - self.teacher(batch["x"])).pow(2).mean() * (1.0 + self.queue)
         self.average.copy_(0.9 * self.average + 0.1 * loss.detach())
         self.metric.update(loss.detach())
         if self.config["logs_once"] and batch_idx == 1:
@@ -641,8 +645,14 @@ class Module(L.LightningModule):
         do(self.config, "train_end", self.trainer.global_step, self.trainer.global_rank)
 
     def on_before_zero_grad(self, optimizer: Any) -> None:
-        if self.config["teacher"]:
-            for mine, its in zip(self.net.parameters(), self.teacher.parameters(), strict=True):
+        if self.config["teacher"] is True:
+            self.move_teacher()
+
+    def move_teacher(self) -> None:
+        for number, (mine, its) in enumerate(zip(self.net.parameters(), self.teacher.parameters(), strict=True)):
+            if number % 2:
+                its.data = 0.5 * its.data + 0.5 * mine.data
+            else:
                 its.data.lerp_(mine.data, 0.5)
 
     def on_after_backward(self) -> None:

@@ -158,6 +158,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "batch norm": {"batch_norm": True},
     "batches of a class of its own": {"batch_object": True, "changes_batch": True},
     "a teacher that is moved before gradients are reset": {"teacher": True, "dropout": 0.0},
+    "a teacher that is moved in the step, and a buffer that is replaced": {"teacher": "in step", "dropout": 0.0},
     "a buffer in the loss, and accumulation": {
         "normalises": True,
         "trainer": {"max_epochs": 3, "accumulate_grad_batches": 3},

@@ -34,8 +34,10 @@ from lightning_resilience._lightning import (
 )
 from lightning_resilience._lightning.lightning_micro_batches import MicroBatch, TrainingData
 from lightning_resilience._lightning.lightning_patches import Patches
+from lightning_resilience._torch import buffer_places
 from lightning_resilience.checkpoint.data_position import RandomState, after_seeds, seeds_drawn
 from lightning_resilience.fit.data_workers import DataWorkers
+from lightning_resilience.fit.frozen_writes import FrozenWrites
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -129,6 +131,8 @@ class AbsentRanks:
         self._iterator: Callable[[], Any] = lambda: None  # the Trainer's of this epoch
         self._fetched = 0
         self._batches_before: int | None = None  # how many batches of all epochs were done when the training continued
+        self._frozen = FrozenWrites(trainer.lightning_module)
+        self._places: list[tuple[dict[str, Any], str]] = []
         self._buffers: list[torch.Tensor] = []
         self._begun: list[torch.Tensor] | None = None
         self._buffers_of: dict[int, list[torch.Tensor]] = {}  # after the last batch of an accumulation window
@@ -263,6 +267,7 @@ class AbsentRanks:
 
     def _begin_batch(self, begins_window: bool) -> None:
         self._begun = None
+        self._frozen.begin_batch()
         if begins_window:
             self._buffers_of = {}
 
@@ -331,7 +336,7 @@ class AbsentRanks:
         with self._random_state_of(rank):
             yield
         if self._trainer.accumulate_grad_batches > 1:
-            self._buffers_of[rank] = [each.clone() for each in self._buffers]
+            self._buffers_of[rank] = [of[name].clone() for of, name in self._places]
 
     @contextmanager
     def _in_vain(self) -> Iterator[None]:
@@ -348,9 +353,11 @@ class AbsentRanks:
     def _expect_forward(self, rank: int | None = None) -> None:
         """Called before a forward pass: of an absent rank, or of this rank if ``rank`` is ``None``."""
         self._next = rank
+        self._frozen.begin_pass()
         module, under_ddp = self._trainer.lightning_module, lightning_strategies.ddp_wrapper(self._trainer) is not None
         if self._begun is None:  # once in a batch: StochasticWeightAveraging has its own for an epoch
-            self._buffers = list(module.buffers())
+            self._places = buffer_places(module)
+            self._buffers = [of[name] for of, name in self._places]
         if under_ddp and self._buffers and self._hook is None:
             # A function is not copied with the module, as a bound method would be, and the Trainer with it.
             self._hook = module.register_forward_pre_hook(lambda *_: self._before_forward())
@@ -371,8 +378,8 @@ class AbsentRanks:
             if self._begun is None:
                 self._begun = [each.clone() for each in self._buffers]
             theirs = self._begun if self._next is None else self._buffers_of.get(self._next, self._begun)
-            for buffer, begun in zip(self._buffers, theirs, strict=True):
-                buffer.copy_(begun)
+            for (of, name), buffer, begun in zip(self._places, self._buffers, theirs, strict=True):
+                of[name] = buffer.copy_(begun)  # the pass before may have put another tensor in its place
 
 
 def _seeding(state: RandomState) -> list[torch.Tensor]:
