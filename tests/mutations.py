@@ -1797,8 +1797,8 @@ GUARDS = [
     Guard(
         "elastic: a node ends when the others have left the fit, or are too late",
         "launch/loss_policy.py",
-        "            self._ranks.close_old_store()\n            self._dismiss(now)\n",
-        "            self._ranks.close_old_store()\n",
+        "            self._ranks.close_old_store()\n            self._dismiss(now)\n        if refusal",
+        "            self._ranks.close_old_store()\n        if refusal",
         "tests/test_going_on.py::test_a_node_leaves_although_the_others_come_to_no_boundary",
     ),
     Guard(
@@ -1825,7 +1825,7 @@ GUARDS = [
     Guard(
         "elastic: a rank that leaves with its node stops no other rank",
         "launch/membership.py",
-        "        if not self.is_stopping and not leaves:",
+        "        if not self.is_stopping and not self.is_at_door and not self._is_left_out:",
         "        if not self.is_stopping:",
         "tests/test_replacement.py::test_a_rank_that_leaves_with_its_node_does_not_stop_the_others",
     ),
@@ -1853,8 +1853,8 @@ GUARDS = [
     Guard(
         "elastic: ranks that have come to the boundary where they leave have time to save",
         "launch/loss_policy.py",
-        'NEXT_BOUNDARY_WITHIN_S and not any(each.state == "leaving" for each in members)',
-        "NEXT_BOUNDARY_WITHIN_S",
+        "are_late = seconds > deadlines.NEXT_BOUNDARY_WITHIN_S + are_saving *",
+        "are_late = seconds > deadlines.NEXT_BOUNDARY_WITHIN_S + 0.0 *",
         "tests/test_going_on.py::test_ranks_that_have_come_to_the_boundary_have_time_to_save",
     ),
     Guard(
@@ -1863,6 +1863,27 @@ GUARDS = [
         "        self.is_leaving = True\n",
         "",
         "tests/test_replacement.py::test_ranks_that_leave_together_are_cut_where_they_do_not_or_another_one_is_lost",
+    ),
+    Guard(
+        "elastic: a node that ends before the others have left is not waited for",
+        "launch/loss_policy.py",
+        "has_died = any(each.exit_code for each in self._departing.values())",
+        "has_died = False",
+        "tests/test_going_on.py::test_a_node_that_ends_before_the_boundary_is_not_waited_for",
+    ),
+    Guard(
+        "elastic: who has begun the next generation is not cut off from it",
+        "launch/membership.py",
+        "if generation <= self.generation and not self.is_at_door:",
+        "if False:",
+        "tests/test_replacement.py::test_ranks_that_leave_together_are_cut_where_they_do_not_or_another_one_is_lost",
+    ),
+    Guard(
+        "elastic: a rank that ends with its node has not failed",
+        "launch/membership.py",
+        "return None if self._restarts and not self._is_left_out else self._replacement",
+        "return None if self._restarts else self._replacement",
+        "tests/test_replacement.py::test_a_rank_that_ends_with_its_node_has_not_failed",
     ),
     Guard(
         "elastic: a node hands over what no other node has",

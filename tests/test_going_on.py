@@ -753,9 +753,14 @@ def test_ranks_that_have_come_to_the_boundary_have_time_to_save() -> None:
     run.step()
     assert (run.dismissed, run.is_old_store_open) == ([[2, 3]], False)
     late = leaving()
-    late.say(0, "leaving", generation=0)
-    late.step(deadlines.REPLACED_WITHIN_S + 1)
-    assert late.told == [([0, 1], "restart")], "not for ever"
+    for rank in (0, 1):
+        late.say(rank, "leaving", generation=0)
+    late.step(deadlines.NEXT_BOUNDARY_WITHIN_S + deadlines.SAVED_TOGETHER_WITHIN_S + 1)
+    assert (late.told, late.dismissed) == ([([0, 1], [0, 1])], [[2, 3]]), "they are cut off"
+    late.step(1.0)
+    assert len(late.told) == 1
+    late.step(deadlines.REPLACED_WITHIN_S)
+    assert late.told[1:] == [([0, 1], "restart")], "not for ever"
 
 
 def test_a_rank_that_is_lost_where_all_save_before_a_node_leaves_is_replaced() -> None:
@@ -764,6 +769,27 @@ def test_a_rank_that_is_lost_where_all_save_before_a_node_leaves_is_replaced() -
         run.say(rank, "leaving", generation=0)
     run.lose(1)
     assert run.told == [([0], [0])]
+
+
+def test_a_node_that_ends_before_the_boundary_is_not_waited_for() -> None:
+    run, told = leaving(), []
+    for rank in range(4):
+        run.say(rank, "leaving", generation=0)
+    run.say(0, "left")
+    run.tell = lambda ranks, kind, **fields: told.append((ranks, fields))  # type: ignore[method-assign]
+    run.lose(3)
+    assert [(ranks, fields["members"], fields["together"]) for ranks, fields in told] == [([1], [0, 1], False)]
+    assert (run.dismissed, run.is_old_store_open, run.policy.restarts) == ([[2, 3]], False, 0)
+    run.step(1.0)
+    assert len(told) == 1
+
+
+def test_a_restart_names_the_node_that_is_missing(lines: list[str]) -> None:
+    run = Run(size=4, fewer="it must have all of them")
+    run.away = {2, 3}
+    run.spares = {1}
+    run.lose(1, 2, 3)
+    assert "rank 1 was killed by SIGKILL, ranks 2 and 3 were lost with b, and b has not been replaced." in lines[-1]
 
 
 @pytest.mark.parametrize("spares", [set(), {1, 2, 3}], ids=["no spare", "spares, also on the node that leaves"])

@@ -26,8 +26,8 @@ BUDGET = {
     "detect/numerics": 858,
     "detect/stragglers": 372,
     "elastic": 515,
-    "fit": 7945,
-    "launch": 9453,
+    "fit": 7951,
+    "launch": 9465,
     "launch/schedulers": 513,
     "run": 3218,
 }

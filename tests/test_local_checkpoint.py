@@ -1432,7 +1432,7 @@ class Together:
         return gather
 
     def fetch(self, rank: int, store: NodeStore) -> Callable[..., dict[str, ShardWriter]]:
-        def fetch(wanted: Sequence[Transfer], path: Callable[[str], Path]) -> dict[str, ShardWriter]:
+        def fetch(wanted: Sequence[Transfer], path: Callable[[str], Path], _: bool) -> dict[str, ShardWriter]:
             writers = {}
             if rank == 0:
                 self.transfers += wanted

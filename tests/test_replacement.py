@@ -159,6 +159,23 @@ def test_ranks_that_leave_together_are_cut_where_they_do_not_or_another_one_is_l
     assert (seen, late, line.is_over) == ([], [], False)
     hear(7, {1: "was killed by SIGKILL"})
     assert (seen, line.is_over) == (["cut"], True)
+    line.begin(Replacement(7, 7, {1: "was killed by SIGKILL"}, (0,)))
+    seen.clear()
+    end.send("replace", generation=7, port=7, lost={}, members=[0], together=False)  # it is late: this rank has left
+    hear(8, {})
+    line.begin(Replacement(8, 8, {}, (0,)))
+    assert seen == ["cut"], "of 8 only"
+
+
+def test_a_rank_that_ends_with_its_node_has_not_failed(ends: tuple[Membership, Channel]) -> None:
+    line, end = ends
+    end.send("replace", generation=1, port=1, lost={}, members=[1], together=False)
+    end.send("restart")
+    assert line.await_restart(5.0)
+    left = line.replacement_behind(RuntimeError("Connection closed by peer"))
+    assert left == Replacement(1, 1, {}, (1,)), "it leaves the fit as the others do"
+    line.step_back(left)
+    assert line.await_admission() is None, "and ends"
 
 
 @pytest.mark.parametrize(

@@ -1810,7 +1810,7 @@ class ReplacesWhereNobodyIs(LossPolicy):
 
     def _why_not(self, dead: list[Member], members: Collection[int]) -> str | None:
         reason = super()._why_not(dead, members)
-        return None if reason == "its node has not been replaced" else reason
+        return None if reason and reason.endswith("has not been replaced") else reason
 
 
 class WaitsForTheNode(LossPolicy):

@@ -43,9 +43,9 @@ T = TypeVar("T")
 Gather = Callable[[Any], list[Any]]
 """Returns the values of all ranks on every rank, as ``all_gather_object``."""
 
-Fetch = Callable[[Sequence[Transfer], Callable[[str], Path]], dict[str, ShardWriter]]
-"""Transfers shards between ranks; the second argument gives a shard's path by its name. Returns the writers of the
-shards that this rank has received, ready to be published."""
+Fetch = Callable[[Sequence[Transfer], Callable[[str], Path], bool], dict[str, ShardWriter]]
+"""Transfers shards between ranks; the second argument gives a shard's path by its name, the third is whether a node may
+end meanwhile. Returns the writers of the shards that this rank has received, ready to be published."""
 
 
 @dataclass(frozen=True)
@@ -225,7 +225,7 @@ class LocalTier:
         """Fetches the shards that nodes lack and publishes them there; returns the copies that failed on any rank."""
         transfers = plan_transfers(generation, self.locations, self._group)
         self.used_replica |= bool(transfers)
-        return self._transfer(generation, transfers)
+        return self._transfer(generation, transfers, is_urgent=False)
 
     def hand_over(self, name: str, gone: Collection[int]) -> bool:
         """Copies to other nodes what only the nodes of some ranks have of a generation; a collective.
@@ -241,14 +241,14 @@ class LocalTier:
         generation = next((each for each in found if each.name == name and not each.missing), None)
         if generation is None:
             return False
-        return not self._transfer(generation, plan_handover(generation, self.locations, gone))
+        return not self._transfer(generation, plan_handover(generation, self.locations, gone), is_urgent=True)
 
-    def _transfer(self, generation: Generation, transfers: Sequence[Transfer]) -> list[_Lost]:
+    def _transfer(self, generation: Generation, transfers: Sequence[Transfer], is_urgent: bool) -> list[_Lost]:
         """Carries out transfers and publishes what arrives; returns the copies that failed on any rank."""
         if not transfers:
             return []
         own_lost: list[_Lost] = []
-        received = self._fetch(transfers, lambda name: self._path(generation, name))
+        received = self._fetch(transfers, lambda name: self._path(generation, name), is_urgent)
         for each in transfers:
             if each.destination != self.location.rank:
                 continue

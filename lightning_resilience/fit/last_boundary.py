@@ -364,7 +364,7 @@ class LastBoundary(Participant):
         if not session.selector.uses_global:
             return False
         seconds = session.saver.last_save_s() if fit.rank == 0 else None
-        return bool(fit.gather(seconds is None or seconds < SAVED_TOGETHER_WITHIN_S)[0])
+        return bool(fit.gather(seconds is None or 2 * seconds < SAVED_TOGETHER_WITHIN_S)[0])
 
     # -- after a loss --------------------------------------------------------------------------------------------------
 
@@ -380,8 +380,10 @@ class LastBoundary(Participant):
         fit.rank_0_may_go_ahead = True
         try:
             until = time.monotonic() + SURVIVORS_FOUND_WITHIN_S
+            if self._saved_at == fit.steps_counted:
+                return
             mine = self._leave_word()
-            if fit.rank in lost or self._saved_at == fit.steps_counted:
+            if fit.rank in lost:
                 return
             standings = self._standings(mine, lost, until)
             savers, lost_by_now = _savers(standings), _lost_by_now(lost)

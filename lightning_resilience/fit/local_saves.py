@@ -47,6 +47,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("lightning_resilience.callbacks.local_checkpoint")  # users configure the callback's logger
 
 _EXCHANGE_TIMEOUT = timedelta(minutes=2)
+_HAND_OVER_TIMEOUT = timedelta(seconds=10)
+"""The same while the training waits: a node that was told to stop may end at any time, also without a word."""
 _SETTLE_S = 60.0
 _LAST_WORDS_S = 5.0
 _USUAL_RECOVERY_S = 60.0
@@ -150,8 +152,11 @@ class LocalSavePolicy(Participant):
         else:
             shard.verify(path)
 
-    def _fetch(self, wanted: Sequence[Transfer], path: Callable[[str], Path]) -> dict[str, ShardWriter]:
+    def _fetch(
+        self, wanted: Sequence[Transfer], path: Callable[[str], Path], is_urgent: bool
+    ) -> dict[str, ShardWriter]:
         """Transfers shards between ranks; returns unpublished, unverified writers of those that this rank received."""
+        timeout = _HAND_OVER_TIMEOUT if is_urgent else _EXCHANGE_TIMEOUT
         self._fetches += 1
         writers: dict[str, ShardWriter] = {}
         transfers = [replace(each, path=path(each.shard)) for each in wanted]
@@ -163,7 +168,7 @@ class LocalSavePolicy(Participant):
         prefix = f"{self._prefix()}/fetch/{self._fetches}"
         arrived: dict[Transfer, torch.Tensor | None] = {}
         try:
-            arrived = fetch(self.session.fit.rank, transfers, reserve, prefix, _EXCHANGE_TIMEOUT)
+            arrived = fetch(self.session.fit.rank, transfers, reserve, prefix, timeout)
         except ReplicaError as error:
             log.warning(
                 "Rank %d: cannot fetch shards of local checkpoints from other nodes: %s.", self.location.rank, error

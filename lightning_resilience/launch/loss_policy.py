@@ -92,6 +92,7 @@ class LossPolicy:
         self._leaving_since: float | None = None
         self._dismissed_soon: set[int] = set()  # slots of nodes that end when the other ranks have left the fit
         self._departing: dict[int, Member] = {}  # the processes of these slots, which leave the fit, too
+        self._change: dict[str, Any] = {}  # the message about the present generation
         self._joining: set[int] = set()  # in the present generation, if no rank was lost
         self._has_lost_nobody = False  # before the present generation
         self._max_restarts = max_restarts
@@ -259,8 +260,15 @@ class LossPolicy:
         """Checks whether the ranks of a new generation have come together, or never will."""
         members = self.members.values()
         # If no rank was lost, the ranks agree in the old store at which boundary they leave, and save there.
-        are_late = seconds > deadlines.NEXT_BOUNDARY_WITHIN_S and not any(each.state == "leaving" for each in members)
-        if are_late or all(each.generation == self.generation for each in members):
+        are_saving = any(each.state == "leaving" for each in members)
+        are_late = seconds > deadlines.NEXT_BOUNDARY_WITHIN_S + are_saving * deadlines.SAVED_TOGETHER_WITHIN_S
+        behind = [each.rank for each in members if each.generation < self.generation]
+        has_died = any(each.exit_code for each in self._departing.values())
+        if behind and self._change.get("together") and (has_died or (are_saving and are_late)):
+            # Not all ranks would notice that they cannot come to the boundary, or save there.
+            self._change["together"] = False
+            self._ranks.tell(behind, "replace", **self._change)
+        if are_late or has_died or not behind:
             self._ranks.close_old_store()
             self._dismiss(now)
         if refusal := next((member for member in members if member.state == "refused"), None):
@@ -429,7 +437,7 @@ class LossPolicy:
         change = {"generation": self.generation, "port": self._ranks.open_store(), "lost": lost, "members": members}
         # A rank that only ends its fit comes to no boundary any more.
         change["together"] = together = not lost and not any(each.has_trained for each in self.members.values())
-        self._departing = {slot: each for slot, each in self.members.items() if slot in leaving}
+        self._departing, self._change = {slot: each for slot, each in self.members.items() if slot in leaving}, change
         there = {rank: self.members[rank] for rank in kept}
         there |= self._newcomers.take([slot for slot in members if slot in self._newcomers.coming])
         self._ranks.tell(sorted([*there, *apart, *self._departing]), "replace", **change)
@@ -457,8 +465,8 @@ class LossPolicy:
 
     def _why_not(self, dead: list[Member], members: Collection[int]) -> str | None:
         """Why a loss is not repaired by a generation of these members; ``None``: it is."""
-        if any(self._ranks.lost_node(slot) is not None for slot in members):
-            return "its node has not been replaced"
+        if nodes := {*filter(None, map(self._ranks.lost_node, members))}:
+            return f"{' and '.join(sorted(nodes))} {'has' if len(nodes) == 1 else 'have'} not been replaced"
         if not all(is_replaceable(member.exit_code) for member in dead):
             return "what an exception ends is not replaced"
         if not self._has_saved:

@@ -196,9 +196,7 @@ class Membership:
 
     def stop_if_untold(self) -> None:
         """Stops all ranks if the supervisor has not reported who stops: then the signal was for this rank alone."""
-        replacement = self.replacement()
-        leaves = self.is_at_door or (replacement is not None and self.slot not in replacement.members)
-        if not self.is_stopping and not leaves:
+        if not self.is_stopping and not self.is_at_door and not self._is_left_out:
             self.is_stopping = True
             self.stop()
 
@@ -211,6 +209,8 @@ class Membership:
             self.is_stopping = True
             return self.stop()
         generation, leave = message.fields.get("generation", sys.maxsize), self.leave_together
+        if generation <= self.generation and not self.is_at_door:
+            return None  # this rank has begun it before it was told that another rank could not leave the last one
         if not message.fields.get("together", False) or (leave is None and not self.is_leaving):
             self._end_generation(generation)  # before the main thread can learn of it and open the next group
         elif leave is not None and not self.is_leaving:  # otherwise the other ranks have learned of it earlier
@@ -249,7 +249,12 @@ class Membership:
         """
         with self._news:
             self._news.wait_for(lambda: self._replacement is not None or self._restarts, within_s)
-            return None if self._restarts else self._replacement
+            return None if self._restarts and not self._is_left_out else self._replacement
+
+    @property
+    def _is_left_out(self) -> bool:
+        """Whether another generation begins without this rank; that its node ends then is no failure."""
+        return self._replacement is not None and self.slot not in self._replacement.members
 
     def await_admission(self) -> Replacement | None:
         """Waits until this process is admitted into a generation; ``None`` when the supervisor ends all ranks."""
