@@ -167,6 +167,31 @@ def test_ranks_that_leave_together_are_cut_where_they_do_not_or_another_one_is_l
     assert seen == ["cut"], "of 8 only"
 
 
+@pytest.mark.parametrize(("error", "is_shown"), [(OSError(28, "disk full"), True), (RuntimeError("gloo: peer"), False)])
+def test_what_kept_a_rank_from_saving_before_the_ranks_change_is_shown(
+    ends: tuple[Membership, Channel],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    error: Exception,
+    is_shown: bool,
+) -> None:
+    line, end = ends
+    for name in ("leave_fit", "take_place"):
+        monkeypatch.setattr(reentry.lightning_reentry, name, lambda *_: None)
+    monkeypatch.setattr(reentry, "DEFAULT", MagicMock())
+    fails = [error]
+
+    def fit() -> str:
+        if not fails:
+            return "ended"
+        end.send("replace", generation=1, port=1, lost={}, members=[0], together=False)
+        raise fails.pop()
+
+    trainer: Any = MagicMock(is_global_zero=True, strategy=MagicMock(root_device=torch.device("cpu")))
+    assert reentry._enter(trainer, fit, line, lambda lost: None, MagicMock()) == "ended"
+    assert ("could not save before the ranks change (OSError(28, 'disk full'))" in caplog.text) == is_shown
+
+
 def test_a_rank_that_ends_with_its_node_has_not_failed(ends: tuple[Membership, Channel]) -> None:
     line, end = ends
     end.send("replace", generation=1, port=1, lost={}, members=[1], together=False)

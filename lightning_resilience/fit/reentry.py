@@ -168,6 +168,8 @@ def _enter(
             if (replacement := line.replacement_behind(error)) is None:
                 raise
             log.debug("The fit is left for another generation", exc_info=True)
+            if not replacement.lost and not isinstance(error, RuntimeError):  # which peers have not caused
+                log.warning("Rank %s could not save before the ranks change (%r).", os.environ.get("RANK"), error)
         if replacement.lost and (trainer.is_global_zero or 0 in replacement.lost):
             goes_on = len(replacement.members) < len(line.slots)
             what = f"with {len(replacement.members)} of {len(line.slots)} ranks" if goes_on else "when it is replaced"
