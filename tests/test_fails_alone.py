@@ -48,7 +48,7 @@ def test_what_hinders_one_rank_leaves_no_other_behind(tmp_path: Path) -> None:
             "call": 1,
         },  # the check of the first save
         {"rank": 1, "what": "lightning_resilience.fit.replica_comparison:digest_of"},
-        {"rank": 0, "what": "lightning_resilience.fit.stop_on_signal:read_history", "call": 1},
+        {"rank": 0, "what": "lightning_resilience.fit.saving:read_history", "call": 1},
         events=[{"at": "train", "step": 12, "rank": 1, "do": "SIGTERM"}],
     )
     codes, text = start(tmp_path, config)
