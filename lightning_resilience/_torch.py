@@ -32,14 +32,14 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def buffer_places(module: torch.nn.Module) -> list[tuple[dict[str, Any], str]]:
-    """Where the layers of a module keep their buffers: the dictionary and the key of each."""
-    return [
-        (each._buffers, name)
-        for each in module.modules()
-        for name, buffer in each._buffers.items()
+def buffer_places(module: torch.nn.Module) -> dict[str, tuple[dict[str, Any], str]]:
+    """Where the layers of a module keep their buffers: by name, the dictionary and the key."""
+    return {
+        f"{name}.{key}": (each._buffers, key)
+        for name, each in module.named_modules()
+        for key, buffer in each._buffers.items()
         if buffer is not None
-    ]
+    }
 
 
 def own_store(prefix: str) -> Any:

@@ -67,6 +67,8 @@ def test_one_rank_of_a_node_starts_its_watchdog() -> None:
 
 def test_survivors_have_left_the_fit_before_all_ranks_are_restarted() -> None:
     assert at.SURVIVORS_FOUND_WITHIN_S + at.LAST_BOUNDARY_SAVED_WITHIN_S < at.SURVIVORS_LEAVE_WITHIN_S - 10.0
+    assert at.NEXT_BOUNDARY_WITHIN_S < at.SURVIVORS_LEAVE_WITHIN_S
+    assert at.NEXT_BOUNDARY_WITHIN_S + at.SAVED_TOGETHER_WITHIN_S < at.REPLACED_WITHIN_S / 2
 
 
 def test_a_hang_behind_a_replacement_is_found_in_time() -> None:

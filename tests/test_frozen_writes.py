@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+from unittest.mock import MagicMock
+
 import pytest
 import torch
 
 from lightning_resilience.fit import frozen_writes
+from lightning_resilience.fit.absent_ranks import AbsentRanks
 from lightning_resilience.fit.frozen_writes import FrozenWrites
 
 
@@ -56,6 +60,16 @@ def test_only_what_is_written_is_kept() -> None:
     writes.begin_batch()
     writes.begin_pass()
     assert writes._begun == []
+
+
+@pytest.mark.parametrize("shrinks", [True, False])
+def test_nothing_is_copied_where_no_rank_makes_further_passes(shrinks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[bool] = []
+    monkeypatch.setattr(FrozenWrites, "begin_pass", lambda writes: begun.append(True))
+    trainer: Any = MagicMock(lightning_module=Student())
+    absent = AbsentRanks(trainer, *[MagicMock()] * 2, [1], 2, shrinks, *[MagicMock()] * 4)
+    absent._expect_forward()
+    assert len(begun) == (not shrinks)
 
 
 def test_what_is_too_large_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import lightning.pytorch as L
 import numpy as np
@@ -732,7 +733,12 @@ def test_a_rank_that_validates_or_has_seen_bad_steps_does_not_save(train: Callab
 @pytest.mark.parametrize("is_bad", [True, False])
 @pytest.mark.parametrize("gone", [set(), {7}])
 def test_where_all_leave_together_what_is_not_known_after_a_loss_is_saved(
-    train: Callable[..., None], gone: set[int], is_known: bool, is_bad: bool
+    train: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    gone: set[int],
+    is_known: bool,
+    is_bad: bool,
 ) -> None:
     said: list[Any] = []
 
@@ -755,12 +761,16 @@ def test_where_all_leave_together_what_is_not_known_after_a_loss_is_saved(
         if not is_known:
             boundary._turn_off("the module has a state of its own")
         boundary.save_together(gone)
-        boundary.save(())
+        with monkeypatch.context() as full:
+            if said:  # no rank needs to know in node memory where this one is
+                full.setattr(boundary, "_leave_word", MagicMock(side_effect=OSError(28, "node memory is full")))
+            boundary.save(())
         for saved_at in (fit.steps_counted, fit.steps_counted - 1):  # this boundary, and one that was not left
             boundary._saved_at = saved_at
             boundary.save(())
 
     train(4, look)
+    assert "node memory is full" not in caplog.text
     is_saved_after = is_known and not gone
     saved = ["after a loss"] * 2 if is_saved_after else [("the ranks change", gone)]
     if is_known and gone:

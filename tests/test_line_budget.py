@@ -26,7 +26,7 @@ BUDGET = {
     "detect/numerics": 858,
     "detect/stragglers": 372,
     "elastic": 515,
-    "fit": 7953,
+    "fit": 7955,
     "launch": 9465,
     "launch/schedulers": 513,
     "run": 3218,

@@ -1446,6 +1446,35 @@ class Together:
 
         return fetch
 
+    def on_every_rank(
+        self, work: Callable[[LocalTier], Any], kind: str = "whole", why_not: str | None = None
+    ) -> list[Any]:
+        """What ``work`` returns for the tier of each rank."""
+        found: list[Any] = [None] * len(self.places)
+
+        def work_of(place: RankLocation) -> None:
+            store = NodeStore(self.folder / place.node)
+            try:
+                fetch, gather = self.fetch(place.rank, store), self.gather(place.rank)
+                shared = functools.partial(tuple[str, int], (kind, int(kind == "whole")))
+                tier = LocalTier(store, self.places, place.rank, OWNER, shared, gather, fetch, lambda places: why_not)
+                found[place.rank] = work(tier)
+            except BaseException as error:
+                self.barrier.abort()
+                found[place.rank] = error
+            finally:
+                store.close()
+
+        threads = [threading.Thread(target=work_of, args=(place,)) for place in self.places]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        for each in found:
+            if isinstance(each, BaseException):
+                raise each
+        return found
+
 
 def bring_back(
     folder: Path,
@@ -1458,38 +1487,18 @@ def bring_back(
 ) -> tuple[list[int], list[str], list[dict[str, Any]] | None, Together]:
     """Resumes all ranks as a session does; returns which steps were tried, what is not used, and their states."""
     together = Together(folder, ranks, loses)
-    found: list[Any] = [None] * len(ranks)
 
-    def resume_one(place: RankLocation) -> None:
-        store = NodeStore(folder / place.node)
-        try:
-            fetch = together.fetch(place.rank, store)
-            gather = together.gather(place.rank)
-            shared = functools.partial(tuple[str, int], (kind, int(kind == "whole")))
-            tier = LocalTier(store, ranks, place.rank, OWNER, shared, gather, fetch, lambda places: why_not)
-            tier.at_hand = (at_hand or {}).get(place.rank)
-            usable, reasons = tier.find(without)
-            tried = []
-            for generation in usable:
-                tried.append(generation.step)
-                if (state := tier.load(generation)) is not None:
-                    found[place.rank] = (tried, reasons, state, tier)
-                    return
-            found[place.rank] = (tried, reasons, None, tier)
-        except BaseException as error:
-            together.barrier.abort()
-            found[place.rank] = error
-        finally:
-            store.close()
+    def resume(tier: LocalTier) -> Any:
+        tier.at_hand = (at_hand or {}).get(tier.location.rank)
+        usable, reasons = tier.find(without)
+        tried = []
+        for generation in usable:
+            tried.append(generation.step)
+            if (state := tier.load(generation)) is not None:
+                return tried, reasons, state, tier
+        return tried, reasons, None, tier
 
-    threads = [threading.Thread(target=resume_one, args=(place,)) for place in ranks]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for each in found:
-        if isinstance(each, BaseException):
-            raise each
+    found = together.on_every_rank(resume, kind, why_not)
     assert all(each[:2] == found[0][:2] for each in found), "all ranks decide alike"
     assert len({each[2] is None for each in found}) == 1
     together.tiers = [each[3] for each in found]
@@ -1505,22 +1514,13 @@ def test_a_node_that_leaves_hands_over_what_only_it_has(two_nodes: Path, happens
         for path in (two_nodes / "b").glob("step-000000000012-*/rank-00002.shard"):
             flip(path)
     together = Together(two_nodes, TWO_BY_TWO, lambda _: happens == "it is lost on its way")
-    found: list[Any] = [None] * len(TWO_BY_TWO)
     newest = max((two_nodes / "a").glob("step-*")).name.split("-")[-1]
 
-    def hand_over(place: RankLocation) -> None:
-        store = NodeStore(two_nodes / place.node)
-        fetch, gather = together.fetch(place.rank, store), together.gather(place.rank)
-        tier = LocalTier(store, TWO_BY_TWO, place.rank, OWNER, lambda: ("whole", 1), gather, fetch, lambda _: None)
+    def hand_over(tier: LocalTier) -> bool:
         tier.find()
-        found[place.rank] = tier.hand_over("0000" if happens == "there is none" else newest, {2, 3})
-        store.close()
+        return tier.hand_over("0000" if happens == "there is none" else newest, {2, 3})
 
-    threads = [threading.Thread(target=hand_over, args=(place,)) for place in TWO_BY_TWO]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    found = together.on_every_rank(hand_over)
     assert found == [happens == "nothing"] * len(TWO_BY_TWO)
     shutil.rmtree(two_nodes / "b")
     left = rank_locations([("a", 0), ("a", 0)])

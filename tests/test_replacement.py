@@ -189,7 +189,7 @@ def test_what_kept_a_rank_from_saving_before_the_ranks_change_is_shown(
 
     trainer: Any = MagicMock(is_global_zero=True, strategy=MagicMock(root_device=torch.device("cpu")))
     assert reentry._enter(trainer, fit, line, lambda lost: None, MagicMock()) == "ended"
-    assert ("could not save before the ranks change (OSError(28, 'disk full'))" in caplog.text) == is_shown
+    assert (f"could not save before the ranks change ({error!r})" in caplog.text) == is_shown
 
 
 def test_a_rank_that_ends_with_its_node_has_not_failed(ends: tuple[Membership, Channel]) -> None:

@@ -19,6 +19,7 @@ from lightning_resilience._lightning import (
 )
 from lightning_resilience._lightning.lightning_callbacks import is_named
 from lightning_resilience._lightning.lightning_steps import has_grad_scaler
+from lightning_resilience._torch import buffer_places as places_of_buffers
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -99,11 +100,9 @@ def buffer_places(trainer: Trainer, module: LightningModule) -> dict[str, Place]
     """The places of the buffers of the module and of its averages, by name."""
     averages = [each._average_model for each in lightning_callbacks.callbacks_named(trainer, "WeightAveraging")]
     return {
-        f"{number}. {name}.{key}": (each._buffers, key)
+        f"{number}. {name}": place
         for number, owner in enumerate([module, *filter(None, averages)])
-        for name, each in owner.named_modules()
-        for key, buffer in each._buffers.items()
-        if buffer is not None
+        for name, place in places_of_buffers(owner).items()
     }
 
 

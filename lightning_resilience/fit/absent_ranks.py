@@ -352,11 +352,13 @@ class AbsentRanks:
 
     def _expect_forward(self, rank: int | None = None) -> None:
         """Called before a forward pass: of an absent rank, or of this rank if ``rank`` is ``None``."""
+        if self.shrinks:
+            return  # there is no other pass
         self._next = rank
         self._frozen.begin_pass()
         module, under_ddp = self._trainer.lightning_module, lightning_strategies.ddp_wrapper(self._trainer) is not None
         if self._begun is None:  # once in a batch: StochasticWeightAveraging has its own for an epoch
-            self._places = buffer_places(module)
+            self._places = list(buffer_places(module).values())
             self._buffers = [of[name] for of, name in self._places]
         if under_ddp and self._buffers and self._hook is None:
             # A function is not copied with the module, as a bound method would be, and the Trainer with it.

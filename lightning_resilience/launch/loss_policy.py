@@ -161,12 +161,13 @@ class LossPolicy:
         """
         self.wakes_at = now + _POLL_S
         codes = [member.exit_code for member in self.members.values()]
+        if self._ending or self._replacing_since is None or any(codes) or None not in codes:
+            self._dismiss(now)  # the others do not come to a boundary any more
         if not self._ending and self._stops_until is None:
             self._look_after_newcomers(now)
         if self._ending:
             self._go_on_ending(now)
         elif None not in codes and (self._stops_until is not None or not any(codes)):
-            self._dismiss(now)
             self._newcomers.end(now)
             if self._newcomers.have_left(now):
                 self.result = 1 if any(codes) else 0
@@ -209,7 +210,6 @@ class LossPolicy:
         return [*members, *self._newcomers.living]
 
     def _stop(self, now: float) -> None:
-        self._dismiss(now)
         self._stops_until = now + self._term_timeout_s
         self._newcomers.end(now)
         self._ranks.send_signal(self._living(), signal.SIGTERM)
@@ -306,7 +306,6 @@ class LossPolicy:
         return self._has_lost_nobody and is_late and all(map(self._has_missed, others))
 
     def _turn_away(self, now: float) -> None:
-        self._dismiss(now)
         self._newcomers.end(now, [self.members.pop(slot) for slot in sorted(self._joining)])
         self._joining, self._replacing_since, self._lost_at = set(), None, None
         self.wakes_at = now
@@ -314,7 +313,6 @@ class LossPolicy:
     def _mend(self, now: float) -> None:
         """Replaces the ranks that have ended, continues without them, or restarts all ranks."""
         self._lost_at = None
-        self._dismiss(now)
         dead = [member for member in self.members.values() if member.exit_code]
         failed = {each.rank for each in dead if each.rank in self._joining and not is_replaceable(each.exit_code)}
         nodes = {member.rank: self._ranks.lost_node(member.rank) for member in dead}
@@ -503,7 +501,6 @@ class LossPolicy:
         self._end_all(now)
 
     def _end_all(self, now: float) -> None:
-        self._dismiss(now)
         self._ranks.tell(self._living(), "restart")
         if self._replacing_since is not None:
             self._ranks.close_stores()
